@@ -1,0 +1,995 @@
+"""
+The tests: `python -m pytest`. They run offline on a CPU in under two minutes.
+
+In file order: GeoNorm's mathematics, the norm modes, the model, sampling, data, options, training runs.
+Mathematics is checked in float64 against formulas written out here, never against the code under test.
+"""
+import ast
+import errno
+import io
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import geogpt
+import prepare_data
+import train
+from geogpt import GEO_DECAYS, GPT, NORM_MODES, GPTConfig, context_start, exp_map
+
+MODES = list(NORM_MODES)
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def on_sphere(*shape, seed=0, dtype=torch.float64):
+    """Random vectors of RMS 1 over the last axis."""
+    x = randn(*shape, seed=seed, dtype=dtype)
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def angle(x, y):
+    """Angle between vectors over the last axis, exact for small and large ones alike."""
+    u, v = x / x.norm(dim=-1, keepdim=True), y / y.norm(dim=-1, keepdim=True)
+    return 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
+
+
+def tangent(x, g):
+    """P_x g, rho and t = |P_x g| / |x|, written out once more."""
+    rho = (x * g).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True)
+    p = g - rho * x
+    return p, rho.squeeze(-1), p.norm(dim=-1) / x.norm(dim=-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GeoNorm's step
+
+def test_exp_map_by_hand():
+    # On the circle of radius 5: tangent step of length 5 * 0.3 from (5, 0) turns by 0.3; the radial 7 does not matter.
+    x, g = torch.tensor([[5.0, 0.0]], dtype=torch.float64), torch.tensor([[7.0, 1.5]], dtype=torch.float64)
+    expected = torch.tensor([[5 * math.cos(0.3), 5 * math.sin(0.3)]], dtype=torch.float64)
+    torch.testing.assert_close(exp_map(x, g), expected, rtol=0, atol=1e-10)
+    half = torch.tensor([[5 * math.cos(0.15), 5 * math.sin(0.15)]], dtype=torch.float64)
+    torch.testing.assert_close(exp_map(x, g, eta=0.5), half, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("eta", [0.1, 1.0, 2.5])
+@pytest.mark.parametrize("max_angle", [0.0, math.pi / 4, math.pi])
+def test_exp_map_keeps_the_length_and_turns_by_the_clamped_angle(eta, max_angle):
+    x, g = on_sphere(50, 16), 0.7 * randn(50, 16, seed=1)
+    y = exp_map(x, g, eta, max_angle)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-11, atol=0)
+    th = eta * tangent(x, g)[2]
+    if max_angle:
+        th = th.clamp(max=max_angle)
+    assert max_angle != math.pi / 4 or eta < 1 or (th == max_angle).any()  # the clamp is really met
+    folded = torch.pi - (th % (2 * torch.pi) - torch.pi).abs()  # an angle between vectors is at most pi
+    torch.testing.assert_close(angle(x, y), folded, rtol=1e-9, atol=1e-9)
+
+
+def test_exp_map_stays_for_no_update_and_for_a_radial_one():
+    x = on_sphere(20, 16)
+    # the 1e-12 under the root turns x by an angle of 1e-6, of which the cosine is 1 - 5e-13
+    torch.testing.assert_close(exp_map(x, torch.zeros_like(x)), x, rtol=1e-12, atol=0)
+    for factor in (3.0, -0.5, 1e-3):
+        torch.testing.assert_close(exp_map(x, factor * x), x, rtol=0, atol=1e-7)
+
+
+def test_exp_map_is_the_tangent_step_to_first_order():
+    x, g = on_sphere(20, 16), randn(20, 16, seed=1)
+    errors = [(exp_map(x, s * g, 0.5) - (x + 0.5 * tangent(x, s * g)[0])).norm() for s in (1e-2, 5e-3)]
+    assert 3.9 < errors[0] / errors[1] < 4.1  # halving g quarters the error: it is O(t^2)
+
+
+def test_post_norm_without_gain_turns_by_atan2():
+    """Post-Norm is the projection retraction: same great circle, another angle."""
+    x, g = on_sphere(50, 16), randn(50, 16, seed=1)
+    y = (x + g) / (x + g).square().mean(-1, keepdim=True).sqrt()
+    p, rho, t = tangent(x, g)
+    torch.testing.assert_close(angle(x, y), torch.atan2(t, 1 + rho), rtol=1e-10, atol=1e-10)
+    th = torch.atan2(t, 1 + rho)
+    # stepping by exactly that angle lands on the same point
+    torch.testing.assert_close(exp_map(x, p * (th / t)[:, None], max_angle=0), y, rtol=1e-9, atol=1e-9)
+
+
+def test_exp_map_gradient():
+    x, g = randn(3, 6), 0.3 * randn(3, 6, seed=1)
+    assert torch.autograd.gradcheck(lambda x, g: exp_map(x, g, 0.7), (x.requires_grad_(), g.requires_grad_()))
+    far = (3 * randn(3, 6, seed=2)).requires_grad_()  # at the clamp
+    assert torch.autograd.gradcheck(lambda x, g: exp_map(x, g, 0.7), (x, far))
+
+
+def test_log_map_recovers_the_step():
+    x, g = on_sphere(50, 16), randn(50, 16, seed=1)
+    eta = 0.6
+    y = exp_map(x, g, eta, max_angle=0)
+    th = angle(x, y)[:, None]
+    assert th.max() < math.pi
+    torch.testing.assert_close(th / th.sin() * (y - th.cos() * x), eta * tangent(x, g)[0], rtol=1e-8, atol=1e-9)
+
+
+def test_exp_map_turns_with_the_coordinates():
+    x, g = on_sphere(20, 16), randn(20, 16, seed=1)
+    rotation = torch.linalg.qr(randn(16, 16, seed=2)).Q
+    torch.testing.assert_close(exp_map(x @ rotation, g @ rotation), exp_map(x, g) @ rotation, rtol=1e-10, atol=1e-10)
+
+
+def test_exp_map_length_in_fp32():
+    """| |x'|/|x| - 1 | < 1e-5 for |rho| <= 10, whatever the tangent part, and over 200 steps in a row without drift."""
+    for width in (16, 128, 768):
+        x = on_sphere(400, width, dtype=torch.float32)
+        for rho in (-10.0, -1.0, 0.0, 3.0, 10.0):
+            for size in (1e-4, 1e-2, 0.1, 1.0, 30.0):
+                g = rho * x + size * tangent(x, randn(400, width, seed=1, dtype=torch.float32))[0]
+                ratio = exp_map(x, g).double().norm(dim=-1) / x.double().norm(dim=-1)
+                assert (ratio - 1).abs().max() < 1e-5, (width, rho, size)
+    y = x
+    for step in range(200):
+        y = exp_map(y, randn(400, width, seed=step, dtype=torch.float32), 0.3)
+    assert (y.double().norm(dim=-1) / x.double().norm(dim=-1) - 1).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_angle", [0.0, math.pi / 4])
+def test_exp_map_is_finite_everywhere(dtype, max_angle):
+    base = on_sphere(30, 64, dtype=torch.float32)
+    other = randn(30, 64, seed=1, dtype=torch.float32)
+    for name, update in {"zero": 0 * other, "parallel": 2.5 * base, "opposite": -base, "tiny": 1e-20 * other,
+                         "denormal": 1e-42 * other, "huge": 1e15 * other / other.abs().max()}.items():
+        for x in (base, base.to(dtype)):  # the stream is fp32 under autocast; a bf16 model has both in bf16
+            x, g = (t.detach().clone().requires_grad_() for t in (x, update.to(dtype)))
+            y = exp_map(x, g, 0.5, max_angle)
+            assert y.dtype == x.dtype and y.isfinite().all(), name
+            y.backward(other.to(y.dtype))
+            assert x.grad.isfinite().all() and g.grad.isfinite().all(), name
+    x = torch.zeros(1, 64, requires_grad=True)  # what dropout on a narrow embedding can leave
+    y = exp_map(x, other[:1])
+    y.sum().backward()
+    assert y.isfinite().all() and x.grad.isfinite().all()
+
+
+def test_geo_decays_by_hand():
+    table = {"none": [1, 1, 1, 1], "sqrt": [1, 0.5 ** 0.5, 3 ** -0.5, 0.5], "linear": [1, 0.75, 0.5, 0.25],
+             "harmonic": [1, 0.5, 1 / 3, 0.25]}
+    assert table.keys() == GEO_DECAYS.keys()
+    for decay, expected in table.items():
+        model = GPT(GPTConfig(11, 8, 4, 2, 16, norm_mode="geo", geo_decay=decay, geo_alpha=2.0))
+        for sublayer in ("attn", "mlp"):
+            assert [getattr(block, sublayer).eta for block in model.blocks] == pytest.approx([2 * e for e in expected])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Norm modes
+
+def tiny(norm_mode, n_layer=4, seed=0, **kw):
+    """A small model in float64 with gains away from 1, so that a norm in the wrong place shows."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**dict(dict(vocab_size=11, block_size=8, n_layer=n_layer, n_head=2, n_embd=16, norm_mode=norm_mode), **kw)))
+    for i, p in enumerate(model.parameters()):
+        if p.dim() == 1:
+            p.data = 1 + 0.3 * randn(*p.shape, seed=100 + i).float()
+    return model.double()
+
+
+def ids(*shape, vocab=11, seed=0):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rms_norm64(x, gain=1.0, eps=1e-6):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+
+
+def attention64(x, sublayer, n_head):
+    """Causal attention with rotary positions, token by token and head by head: (T, C) -> (T, C)."""
+    T, C = x.shape
+    hs = C // n_head
+    q, k, v = (x @ w.T for w in (sublayer.matrices()[name].detach() for name in "qkv"))
+
+    def turn(vector, position):  # complex numbers z_i = a_i + i b_i over the pairs (i, i + hs/2), times e^(i p theta_i)
+        z = torch.complex(vector[:hs // 2], vector[hs // 2:])
+        theta = 10000.0 ** (-2 * torch.arange(hs // 2, dtype=torch.float64) / hs)
+        z = z * torch.polar(torch.ones_like(theta), position * theta)
+        return torch.cat((z.real, z.imag))
+    y = torch.zeros_like(x)
+    for h in range(n_head):
+        part = slice(h * hs, (h + 1) * hs)
+        for t in range(T):
+            scores = torch.stack([turn(q[t, part], t) @ turn(k[s, part], s) for s in range(t + 1)]) / math.sqrt(hs)
+            y[t, part] = scores.softmax(0) @ v[:t + 1, part]
+    return y @ sublayer.matrices()["out"].detach().T
+
+
+def mlp64(x, sublayer):
+    h = x @ sublayer.matrices()["fc"].detach().T
+    h = h * 0.5 * (1 + torch.erf(h / math.sqrt(2)))
+    return h @ sublayer.matrices()["proj"].detach().T
+
+
+def exp64(x, g, eta, max_angle):
+    """The exponential map as the textbook has it: through the unit tangent."""
+    p, _, t = tangent(x, g)
+    th = (eta * t).clamp(max=max_angle)[:, None]
+    return th.cos() * x + th.sin() * x.norm(dim=-1, keepdim=True) * p / p.norm(dim=-1, keepdim=True)
+
+
+def update64(mode, residual, x, F, k, L):
+    """One residual update, transcribed from the papers. F: function of (T, C)."""
+    gain = {name: module.weight.detach() for name, module in residual.named_children() if name != "F"}
+    if mode == "pre":
+        return x + F(rms_norm64(x, gain["N"]))
+    if mode == "post":
+        return rms_norm64(x + F(x), gain["N"])
+    if mode == "peri":
+        return x + rms_norm64(F(rms_norm64(x, gain["N_in"])), gain["N_out"])
+    if mode == "geo":
+        return exp64(x, F(x), 1.0 / k, math.pi / 4)
+    if mode == "deepnorm":
+        return rms_norm64((2 * L) ** (1 / 4) * x + F(x), gain["N"])
+    if mode == "sandwich":
+        return x + rms_norm64(F(rms_norm64(x, gain["N_in"])), gain["N_out"])
+    if mode == "reorder":
+        return x + rms_norm64(F(x), gain["N"])
+    if mode == "lns":
+        return x + F(rms_norm64(x, gain["N"]) / k ** 0.5)
+    if mode == "mix":
+        return rms_norm64(x + F(x), gain["N"]) if k <= L // 4 else x + F(rms_norm64(x, gain["N"]))
+    if mode == "keel":
+        return rms_norm64(2 * L * x + F(rms_norm64(x, gain["N_in"])), gain["N_out"])
+    if mode == "orthogonal":
+        return x + tangent(x, F(rms_norm64(x, gain["N"])))[0]
+    raise AssertionError(f"no transcription of norm_mode {mode}")
+
+
+def stream64(model, mode, tokens):
+    """The whole model in float64 formulas up to the head: (T,) -> (T, C)."""
+    x = rms_norm64(model.wte.weight.detach()[tokens], eps=0)
+    for k, block in enumerate(model.blocks, 1):
+        L = len(model.blocks)
+        x = update64(mode, block.attn, x, lambda z: attention64(z, block.attn.F, 2), k, L)
+        x = update64(mode, block.mlp, x, lambda z: mlp64(z, block.mlp.F), k, L)
+    final = model.final_norm
+    return rms_norm64(x, final.weight.detach()) if isinstance(final, geogpt.RMSNorm) else x
+
+
+@pytest.mark.parametrize("n_layer", [4, 9])  # constants depend on depth
+@pytest.mark.parametrize("mode", MODES)
+def test_model_equals_its_formulas(mode, n_layer):
+    model, tokens = tiny(mode, n_layer), ids(1, 8)
+    # the rotary tables are made in fp32, hence 1e-6
+    torch.testing.assert_close(model.hidden(tokens)[0].detach(), stream64(model, mode, tokens[0]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_documented_norms_and_no_others(mode):
+    per_sublayer = {"geo": 0, "peri": 2, "sandwich": 2, "keel": 2}.get(mode, 1)
+    final = {"post": 0, "deepnorm": 0, "keel": 0}.get(mode, 1)
+    model = tiny(mode)
+    norms = [module for module in model.modules() if isinstance(module, (geogpt.RMSNorm, nn.RMSNorm, nn.LayerNorm))]
+    assert len(norms) == 4 * 2 * per_sublayer + final
+    assert sum(p.numel() for p in model.parameters() if p.dim() == 1) == 16 * len(norms)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_out_projections_leave_what_the_formula_says(mode):
+    model, tokens = tiny(mode), ids(2, 8)
+    for residual in model.residuals().values():
+        matrices = residual.F.matrices()
+        matrices["out" if "out" in matrices else "proj"].data.zero_()
+    x = rms_norm64(model.wte.weight[tokens], eps=0)
+    for k, residual in enumerate(model.residuals().values()):  # post and its kin still normalise x, each time anew
+        if mode in ("post", "deepnorm", "keel") or (mode == "mix" and k < 2):
+            gain = residual.N_out if mode == "keel" else residual.N
+            factor = {"deepnorm": 8 ** 0.25, "keel": 8}.get(mode, 1)
+            x = rms_norm64(factor * x, gain.weight)
+    if mode not in ("post", "deepnorm", "keel"):
+        x = rms_norm64(x, model.final_norm.weight)
+    torch.testing.assert_close(model.hidden(tokens), x, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_token_sees_the_future(mode):
+    model, tokens = tiny(mode), ids(3, 8)
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 11
+    before, after = model(tokens)[0], model(changed)[0]
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any(-1).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiles_to_one_graph(mode):
+    torch._dynamo.reset()
+    model, tokens = tiny(mode, dropout=0.0), ids(2, 8)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, tokens)[1], model(tokens, tokens)[1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_parameter_learns(mode):
+    model = tiny(mode)
+    model(ids(4, 8), ids(4, 8, seed=1))[1].backward()
+    for name, p in model.named_parameters():
+        rows = p.grad.abs().sum(-1) if p.dim() == 1 else p.grad.abs().sum()
+        assert rows.isfinite().all() and (rows > 0).all(), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_at_the_start(mode):
+    torch.manual_seed(0)
+    x, y = ids(8, 64, vocab=256), ids(8, 64, vocab=256, seed=1)
+    tied = GPT(GPTConfig(256, 64, 4, 4, 128, norm_mode=mode))
+    assert abs(tied(x, y)[1].item() - math.log(256)) < 0.1
+    untied = GPT(GPTConfig(256, 64, 4, 4, 128, norm_mode=mode, tie_weights=False)).double()
+    assert untied(x, y)[1].item() == pytest.approx(math.log(256), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stream_stays_fp32_under_bf16_autocast(mode):
+    model, seen = tiny(mode).float(), []
+    for residual in model.residuals().values():
+        residual.register_forward_hook(lambda module, inputs, out: seen.extend((inputs[0].dtype, out.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, loss = model(ids(2, 8), ids(2, 8, seed=1))
+    loss.backward()
+    assert set(seen) == {torch.float32} and loss.dtype == torch.float32
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_geo_stream_never_leaves_the_sphere():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(11, 8, 12, 2, 32, norm_mode="geo", geo_decay="none"))
+    lengths = []
+    for residual in model.residuals().values():
+        residual.register_forward_hook(lambda module, inputs, out: lengths.append(out.square().mean(-1).sqrt()))
+    model(ids(4, 8))
+    assert (torch.stack(lengths) - 1).abs().max() < 2e-5 and len(lengths) == 24
+
+
+@pytest.mark.parametrize("L", [4, 9])
+def test_initial_weights(L):
+    """The draws are the same for every mode; the constants are those of the papers, on the right matrices."""
+    models = {}
+    for mode in MODES:
+        torch.manual_seed(3)
+        models[mode] = GPT(GPTConfig(1000, 8, L, 2, 64, norm_mode=mode, tie_weights=False))
+    gpt2 = {"out": (2 * L) ** -0.5, "proj": (2 * L) ** -0.5}
+    deep = dict.fromkeys(("v", "out", "fc", "proj"), (8 * L) ** -0.25)
+    scales = {"pre": gpt2, "sandwich": gpt2, "orthogonal": gpt2, "mix": gpt2, "deepnorm": deep}
+    for mode, model in models.items():
+        assert torch.equal(model.wte.weight, models["geo"].wte.weight)
+        for name, residual in model.residuals().items():
+            post_part = mode == "mix" and int(name.split(".")[0]) <= L // 4
+            for matrix, weight in residual.F.matrices().items():
+                plain = models["geo"].residuals()[name].F.matrices()[matrix]
+                torch.testing.assert_close(weight, plain * (1.0 if post_part else scales.get(mode, {}).get(matrix, 1.0)))
+    geo = models["geo"]
+    assert geo.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    for matrix, fan_in in {"q": 64, "k": 64, "v": 64, "out": 64, "fc": 64, "proj": 256}.items():
+        draws = torch.cat([r.F.matrices()[matrix].flatten() for r in geo.residuals().values() if matrix in r.F.matrices()])
+        assert draws.std().item() == pytest.approx(fan_in ** -0.5, rel=0.05), matrix
+    assert not geo.lm_head.weight.any()
+
+
+def test_entry_norm_off_is_the_papers_form():
+    model, tokens = tiny("pre", entry_norm=False), ids(1, 8)
+    for residual in model.residuals().values():
+        residual.F.matrices().get("out", residual.F.matrices().get("proj")).data.zero_()
+    expected = rms_norm64(model.wte.weight[tokens], model.final_norm.weight)
+    torch.testing.assert_close(model.hidden(tokens), expected, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="entry_norm False does not go with norm_mode geo"):
+        tiny("geo", entry_norm=False)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (dict(n_embd=15), "n_embd 15 is not divisible by n_head 2"), (dict(n_embd=10), "odd head size 5"),
+    (dict(norm_mode="peristaltic"), "'peristaltic'"), (dict(geo_decay="cubic"), "'cubic'"), (dict(dropout=1.0), "dropout is 1.0"),
+    (dict(n_layer=0), "n_layer is 0"), (dict(block_size=-1), "block_size is -1"), (dict(geo_max_angle=4.0), "geo_max_angle is 4.0"),
+    (dict(norm_mode="mix", n_layer=3), "mix needs n_layer 4"),
+    (dict(geo_alpha=0.0), "geo_alpha is 0.0"), (dict(geo_alpha=math.nan), "geo_alpha is nan")])
+def test_config_refuses(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**{"norm_mode": "geo", **wrong})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model's other parts
+
+def test_rotary_positions_depend_on_distance_alone():
+    attention = geogpt.Attention(GPTConfig(11, 64, 1, 2, 16)).double()
+    q, k = randn(1, 1, 1, 8), randn(1, 1, 1, 8, seed=1)
+    products = [(attention.rotate(q, i) * attention.rotate(k, j)).sum().item() for i, j in ((7, 3), (40, 36), (4, 0))]
+    assert products[1:] == pytest.approx([products[0]] * 2, rel=1e-5)
+    assert (attention.rotate(q, 9) * attention.rotate(k, 3)).sum().item() != pytest.approx(products[0], rel=1e-3)
+
+
+def test_counts_by_hand():
+    tied, untied = (GPT(GPTConfig(100, 32, 3, 2, 16, norm_mode="pre", tie_weights=tie, vocab_multiple=64)) for tie in (True, False))
+    blocks = 3 * (12 * 16 * 16 + 2 * 16)  # 4 C^2 for attention, 8 C^2 for the MLP, two gains
+    assert tied.num_params() == 128 * 16 + blocks + 16
+    assert untied.num_params() == tied.num_params() + 128 * 16
+    expected = 6 * (128 * 16 + blocks + 16) + 12 * 3 * 16 * 32  # the head multiplies, the embedding is looked up
+    assert tied.flops_per_token() == untied.flops_per_token() == expected
+
+
+def test_loss_ignores_minus_one_and_is_a_mean():
+    model, x, y = tiny("pre"), ids(2, 8), ids(2, 8, seed=1)
+    y[0, 3:] = -1
+    logits, loss = model(x, y)
+    expected = [-logits[b, t].log_softmax(-1)[y[b, t]] for b in range(2) for t in range(8) if y[b, t] >= 0]
+    assert len(expected) == 11 and loss.item() == pytest.approx(torch.stack(expected).mean().item(), rel=1e-6)
+    with pytest.raises(ValueError, match="9 tokens do not fit into block_size 8"):
+        model(ids(1, 9))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_optimizer_groups(tie):
+    model = GPT(GPTConfig(11, 8, 2, 2, 16, norm_mode="peri", tie_weights=tie))
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def groups(optimizers):
+        return [(type(o).__name__, group["weight_decay"], {names[id(p)] for p in group["params"]})
+                for o in optimizers for group in o.param_groups]
+    gains = {n for n, p in model.named_parameters() if p.dim() == 1}
+    hidden = {n for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blocks.")}
+    outer = {"wte.weight"} | (set() if tie else {"lm_head.weight"})
+    assert len(gains) == 9 and len(hidden) == 8
+    assert groups(model.configure_optimizer(1e-3, 0.2)) == [("AdamW", 0.2, hidden | outer), ("AdamW", 0.0, gains)]
+    assert groups(model.configure_optimizer(1e-3, 0.2, optimizer="muon")) == [
+        ("AdamW", 0.2, outer), ("AdamW", 0.0, gains), ("Muon", 0.2, hidden)]
+
+
+def test_dropout_acts_only_in_training():
+    model = tiny("geo", dropout=0.5)
+    x = ids(2, 8)
+    torch.manual_seed(0)
+    first = model(x)[0]
+    assert not torch.equal(first, model(x)[0])
+    torch.manual_seed(0)
+    assert torch.equal(first, model(x)[0])
+    model.eval()
+    assert torch.equal(model(x)[0], model(x)[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_probe_reads_what_is_there_and_changes_nothing(mode):
+    model, x, y = tiny(mode, dropout=0.3), ids(2, 8), ids(2, 8, seed=1)
+    torch.manual_seed(5)
+    random_state, weights = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    rows = model.probe(x, y)
+    assert torch.equal(torch.get_rng_state(), random_state) and model.training
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    # the same numbers, from the stream walked through by hand
+    model.eval()
+    model(x, y)[1].backward()
+    stream = torch.nn.functional.rms_norm(model.wte(x), (16,), eps=1e-12)
+    for row, (name, residual) in zip(rows, model.residuals().items(), strict=True):
+        seen = []
+        handle = residual.F.register_forward_hook(lambda F, inputs, out: seen.append(out))
+        after = residual(stream)
+        handle.remove()
+        update = seen[0]
+        turned = angle(stream, after)
+        expected = {"rms": after.square().mean().sqrt(), "max": after.abs().max(),
+                    "update_rms": update.square().mean().sqrt(),
+                    "cos": ((stream * update).sum(-1) / stream.norm(dim=-1) / update.norm(dim=-1)).mean(),
+                    "angle": turned.mean(),
+                    "clamped": (turned > math.pi / 4 - 1e-4).double().mean() if mode == "geo" else 0.0,
+                    "grad_norm": torch.cat([p.grad.flatten() for p in residual.F.parameters()]).norm()}
+        assert row.pop("name") == name
+        assert row == pytest.approx({key: float(torch.as_tensor(value).detach()) for key, value in expected.items()}, rel=1e-6)
+        stream = after
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+def test_context_start_by_hand():
+    # a block of 8: from 0 while the text fits, then in half blocks, each as late as it can be
+    expected = {1: 0, 8: 0, 9: 4, 12: 4, 13: 8, 16: 8, 17: 12, 100: 92}
+    assert {n: context_start(n, 8) for n in expected} == expected
+    for B in range(1, 12):
+        for n in range(1, 60):
+            assert 1 <= n - context_start(n, B) <= B
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prompt_length, block_size", [(1, 8), (20, 8), (3, 7)])
+def test_generate_equals_forward_on_its_context(mode, prompt_length, block_size, monkeypatch):
+    """The cache is exact: at every length up to 4 blocks the logits are those of forward on the context alone."""
+    model, logits = tiny(mode, block_size=block_size), []
+    sample_token = geogpt.sample_token
+    monkeypatch.setattr(geogpt, "sample_token", lambda *args: logits.append(args[0]) or sample_token(*args))
+    out = model.generate(ids(2, prompt_length), 4 * block_size - prompt_length + 1)
+    assert len(logits) == 4 * block_size - prompt_length + 1
+    with torch.no_grad():
+        for n, ours in enumerate(logits, prompt_length):
+            start = 0 if n <= block_size else block_size // 2 * math.ceil((n - block_size) / (block_size // 2))
+            torch.testing.assert_close(ours, model(out[:, start:n])[0][:, -1], rtol=1e-10, atol=1e-10)
+
+
+def test_generate_options():
+    model, prompt = tiny("geo", vocab_multiple=64), ids(3, 4)
+    model.lm_head.weight.data[11:] = 100.0  # padding that shouts is still never sampled
+    greedy = model.generate(prompt, 30, temperature=0)
+    for same in (dict(top_k=1), dict(top_p=0.0), dict(top_p=1e-9), dict(temperature=1e-9)):
+        assert torch.equal(model.generate(prompt, 30, **same), greedy), same
+    torch.manual_seed(1)
+    free = model.generate(prompt, 30)
+    assert free.max() < 11 and torch.equal(free[:, :4], prompt) and not torch.equal(free, greedy)
+    for same in (dict(top_k=0), dict(top_k=11), dict(top_k=10**6), dict(top_p=1.0)):
+        assert torch.equal(model.generate(prompt, 30, **same), free), same
+    seeded = [model.generate(prompt, 30, generator=torch.Generator().manual_seed(seed)) for seed in (7, 7, 8)]
+    assert torch.equal(seeded[0], seeded[1]) and not torch.equal(seeded[0], seeded[2])
+    assert torch.equal(model.generate(prompt, 0), prompt)
+    for wrong in (dict(temperature=-1.0), dict(top_k=-1), dict(top_p=1.1), dict(top_p=math.nan), dict(temperature=math.nan)):
+        with pytest.raises(ValueError):
+            model.generate(prompt, 1, **wrong)
+    with pytest.raises(ValueError, match="at least one token"):
+        model.generate(prompt[:, :0], 1)
+
+
+def test_generate_leaves_mode_and_random_state():
+    model = tiny("geo", dropout=0.5).train()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = model.generate(ids(1, 4), 20)
+    assert torch.equal(torch.get_rng_state(), before) and model.training
+    assert all(block.attn.F.cache is None for block in model.blocks)
+    model.eval()
+    assert torch.equal(model.generate(ids(1, 4), 20), first) and not model.training  # no dropout while sampling
+
+
+def test_top_k_and_top_p_by_hand():
+    """Probabilities 0.4 0.3 0.2 0.1: which tokens can come out, over many draws."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(4000, 4)
+    generator = torch.Generator().manual_seed(0)
+
+    def shares(**kw):
+        options = dict(dict(temperature=1.0, top_k=0, top_p=1.0), **kw)
+        return geogpt.sample_token(logits, generator=generator, **options).flatten().bincount(minlength=4) / 4000
+    for options, expected in [({}, [0.4, 0.3, 0.2, 0.1]), (dict(top_k=2), [4 / 7, 3 / 7, 0, 0]), (dict(top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
+                              (dict(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]), (dict(top_k=3, top_p=0.7), [4 / 7, 3 / 7, 0, 0]),
+                              (dict(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30])]:
+        drawn = shares(**options)
+        assert drawn.tolist() == pytest.approx(expected, abs=0.035), options
+        assert (drawn[torch.tensor(expected) == 0] == 0).all(), options
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options
+
+def options(**given):
+    return train.resolve({"device": "cpu", **given})
+
+
+def test_learning_rate_by_hand():
+    o = options(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=12)
+    expected = {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 6: 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, 8: 0.55, 12: 0.1, 99: 0.1}
+    assert {step: train.get_lr(step, o) for step in expected} == pytest.approx(expected)
+    long_warmup = options(learning_rate=1.0, warmup_iters=1000, max_iters=10)  # clamped to the run
+    assert [train.get_lr(step, long_warmup) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 0.1])
+    assert train.get_lr(500, options(learning_rate=1.0, min_lr=0.1, warmup_iters=0, max_iters=9, lr_decay_iters=1000)) \
+        == pytest.approx(0.55)  # the cosine need not end with the run
+
+
+def test_presets_give_way_to_what_is_given():
+    small = options(size="small", n_layer=3)
+    assert (small.n_layer, small.n_head, small.n_embd, small.block_size, small.batch_size) == (3, 6, 384, 256, 64)
+    assert options().size == "baby" and options(learning_rate=5e-3).min_lr == pytest.approx(5e-4)
+    assert options(max_iters=77).lr_decay_iters == 77
+    for size, preset in train.SIZES.items():
+        assert all(getattr(options(size=size), name) == value for name, value in preset.items())
+
+
+def test_command_line_values():
+    def given(*argv):
+        return train.parse_args(list(argv))
+    assert given() == ("train", {}) and given("sample") == ("sample", {})
+    assert given("--max_iters=1e3", "--learning_rate", "1", "--seed", "0") == (
+        "train", {"max_iters": 1000, "learning_rate": 1.0, "seed": 0})
+    assert given("--resume", "--tie_weights", "no", "--compile=auto", "--data", "a b.txt")[1] == {
+        "resume": True, "tie_weights": False, "compile": None, "data": "a b.txt"}
+    assert given("sample", "--prompt", "-1 and more", "--temperature", "-0")[1] == {"prompt": "-1 and more", "temperature": 0.0}
+    assert given("--prompt=--dashes")[1] == {"prompt": "--dashes"}
+
+
+def wrong_values(f):
+    """Values that option f must refuse, each with what the message must hold besides the option's name."""
+    meta = f.metadata
+    if meta["choices"]:
+        return [("nonsense", "none of"), (meta["choices"][0] + "x", f"did you mean '{meta['choices'][0]}'"), ("", "none of")]
+    if f.type is bool:
+        return [("maybe", "True or False"), ("2", "True or False")]
+    if f.type is str:
+        return []
+    wrong = [("abc", "number"), ("", "number"), ("1,2", "number"), ("nan", ""), ("inf", ""), ("1e40", "out of range"),
+             (f"{meta['low'] - 1}", "out of range"), (f"{-10**30}", "out of range"), (f"{10**30}", "out of range")]
+    return wrong + ([("1.5", "whole number")] if f.type is int else [])
+
+
+@pytest.mark.parametrize("f", train.fields(train.Options), ids=lambda f: f.name)
+def test_every_option_refuses_what_it_cannot_use(f, capsys):
+    """Walks the dataclass: a new option cannot escape it."""
+    assert f.type in (int, float, str, bool) and f.metadata["help"]
+    if f.type in (int, float):
+        assert f.metadata["low"] is not None and f.metadata["high"] is not None
+    for text, words in wrong_values(f):
+        assert train.main([f"--{f.name}={text}"]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1, text
+        assert f"--{f.name}" in captured.err and words in captured.err, text
+    misspelt = f"--{f.name[:-1]}"
+    assert train.main([misspelt, "1"]) == 2
+    assert f"no option {misspelt}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--learning_rat", "1"], "did you mean '--learning_rate'"), (["trian"], "did you mean 'train'"), (["--max_iters"], "expected one argument"),
+    (["--n_embd", "130", "--n_head", "4"], "n_embd 130 is not divisible by n_head 4"), (["--n_embd", "36", "--n_head", "4"], "odd head size 9"),
+    (["--entry_norm", "False"], "entry_norm False does not go with norm_mode geo"), (["--device", "cuda"], "no such device"),
+    (["--device", "gpu"], "none of cpu, cuda, mps"), (["--device", "cpu:1"], "no such device"), (["--device", "cuda:x"], "no such device"),
+    (["sample", "--max_iters", "5"], "belongs to train"), (["stray"], "no command 'stray'"), (["--seed", "1", "stray", "2"], "stray"),
+    (["--resume"], "no checkpoint"), (["--resume", "--overwrite"], "does not go with"), (["--init_from", "nowhere.pt"], "no checkpoint nowhere.pt"),
+    (["sample"], "no checkpoint"), (["--data", "nowhere.txt"], "nowhere.txt"), (["--data", "shakespear"], "did you mean 'shakespeare'"),
+    (["--tokenizer", "chr"], "did you mean 'char'"), (["--block_size", "100000"], "--block_size 100000"), (["--max_iters", "--resume"], "max_iters")])
+def test_bad_command_lines_end_in_one_line(argv, words, book, capsys, monkeypatch):
+    if torch.cuda.is_available() and "cuda" in argv:
+        pytest.skip("this machine has one")
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    command = argv if argv[0] == "sample" or "--data" in argv or "--init_from" in argv else [*argv, "--data", str(book)]
+    assert train.main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and words in captured.err
+    assert not Path("out").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training runs
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """A small text; prepared data and the current folder are temporary ones."""
+    monkeypatch.setattr(prepare_data, "DATA_ROOT", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    path = tmp_path / "book.txt"
+    path.write_text(" ".join("".join(random.choice(list("abcde"), 3)) for _ in range(900)) + "\n", encoding="utf-8")
+    return path
+
+
+SMALL = ["--n_layer=4", "--n_head=2", "--n_embd=16", "--block_size=8", "--batch_size=4", "--max_iters=6", "--eval_interval=2",
+         "--eval_iters=2", "--log_interval=2", "--warmup_iters=2", "--learning_rate=1e-2", "--device=cpu", "--max_new_tokens=5"]
+
+
+def run_main(book, *argv, code=0):
+    assert train.main([f"--data={book}", *SMALL, *argv]) == code
+
+
+def checkpoint(folder, name="last.pt"):
+    return torch.load(Path(folder) / name, weights_only=True)
+
+
+def differences(a, b, path=""):
+    """Where two checkpoints differ, bit for bit; what may differ (names of folders) is left out."""
+    if isinstance(a, dict):
+        keys = (a.keys() | b.keys()) - {"out_dir", "resume", "versions"}
+        return [d for key in keys for d in differences(a.get(key), b.get(key), f"{path}/{key}")]
+    if isinstance(a, (list, tuple)):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}/{i}")]
+    same = torch.equal(a, b) if torch.is_tensor(a) else a == b
+    return [] if same else [path]
+
+
+def log_rows(folder):
+    """log.csv without its one column that is a time."""
+    return [line.rsplit(",", 1)[0] for line in (Path(folder) / "log.csv").read_text().splitlines()]
+
+
+CHANGES = [(f"--norm_mode={mode}",) for mode in MODES] + [
+    ("--optimizer=muon",), ("--dropout=0.3", "--gradient_accumulation_steps=2"), ("--dtype=bfloat16",), ("--dtype=float16",)]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=" ".join)
+def test_resume_is_exact(change, book):
+    """Stopped by a signal at an odd step, and stopped at its end and prolonged: both equal the unbroken run, bit for bit."""
+    change = ("--dropout=0.2", *change)
+    run_main(book, *change, "--out_dir=whole")
+    run_main(book, *change, "--out_dir=again")
+    assert differences(checkpoint("whole"), checkpoint("again")) == []
+
+    run_main(book, *change, "--out_dir=short", "--max_iters=3", "--lr_decay_iters=6")
+    assert checkpoint("short")["step"] == 3
+    assert train.main(["--resume", "--out_dir=short", "--max_iters=6"]) == 0
+    assert differences(checkpoint("whole"), checkpoint("short")) == []
+    assert log_rows("short") == log_rows("whole")
+
+    update = train.Run.update
+
+    def interrupted(run):
+        if run.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        update(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Run, "update", interrupted)
+        run_main(book, *change, "--out_dir=stopped", code=143)
+    assert checkpoint("stopped")["step"] == 5
+    assert train.main(["--resume", "--out_dir=stopped"]) == 0
+    assert differences(checkpoint("whole"), checkpoint("stopped")) == []
+    assert log_rows("stopped") == log_rows("whole")
+
+
+def test_exactly_max_iters_updates(book, monkeypatch):
+    steps, update = [], train.Run.update
+    monkeypatch.setattr(train.Run, "update", lambda run: steps.append(run.step) or update(run))
+    run_main(book, "--max_iters=5", "--eval_interval=2")
+    assert steps == [0, 1, 2, 3, 4] and checkpoint("out")["step"] == 5
+    rows = [row.split(",") for row in log_rows("out")[1:]]
+    assert [int(row[0]) for row in rows if row[2]] == [0, 2, 4, 5]  # evaluated when due, and at the end
+    run_main(book, "--max_iters=0", "--out_dir=none")
+    assert checkpoint("none")["step"] == 0 and len(steps) == 5
+
+
+def test_looking_more_often_changes_nothing(book):
+    run_main(book, "--dropout=0.3", "--out_dir=a")
+    run_main(book, "--dropout=0.3", "--out_dir=b", "--eval_interval=1", "--eval_iters=0", "--log_interval=1", "--sample_interval=1")
+    a, b = checkpoint("a"), checkpoint("b")
+    assert differences([a["model"], a["optimizers"]], [b["model"], b["optimizers"]]) == []
+
+
+def test_accumulation_equals_the_big_batch(book):
+    run_main(book, "--out_dir=big", "--batch_size=8")
+    run_main(book, "--out_dir=split", "--batch_size=2", "--gradient_accumulation_steps=4")
+    big, split = checkpoint("big")["model"], checkpoint("split")["model"]
+    assert all((big[name] - split[name]).abs().max() < 2e-5 for name in big)
+
+
+def fresh_run(book, **given):
+    """A Run at step 0 on the small text."""
+    small = dict(n_layer=4, n_head=2, n_embd=16, block_size=8, batch_size=4, device="cpu", data=str(book))
+    return train.start_run({**small, **given})
+
+
+def test_batches_are_a_function_of_seed_and_step(book):
+    run = fresh_run(book)
+    o, stream = run.o, run.tokens["train"]
+    everything = stream.windows(np.array([0]), len(stream))[0]
+    x, y = train.get_batch(stream, 3, o)
+    assert x.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])
+    texts = {tuple(everything[i:i + 9]) for i in range(len(everything) - 8)}
+    assert all((*a.tolist(), b[-1].item()) in texts for a, b in zip(x, y))
+    assert torch.equal(train.get_batch(stream, 3, o)[0], x)
+    assert not torch.equal(train.get_batch(stream, 4, o)[0], x)
+    o.batch_size, o.gradient_accumulation_steps = 1, 4
+    assert torch.equal(train.get_batch(stream, 3, o)[0], x)
+    o.seed += 1
+    assert not torch.equal(train.get_batch(stream, 3, o)[0], x)
+
+
+@pytest.mark.parametrize("length", [9, 10])
+def test_every_start_is_drawn(length):
+    """In a text of exactly a window there is one place to start, in one that is a token longer there are two."""
+    class Stream:
+        def __len__(self):
+            return length
+
+        def windows(self, starts, size):
+            assert (starts >= 0).all() and (starts + size <= length).all()
+            self.starts = set(starts.tolist())
+            return np.zeros((len(starts), size), dtype=np.int64)
+    stream = Stream()
+    train.get_batch(stream, 0, options(block_size=8, batch_size=64))
+    assert stream.starts == set(range(length - 8))
+
+
+def test_whole_evaluation_predicts_each_token_once(book):
+    run = fresh_run(book, eval_iters=0)
+    stream = run.tokens["val"]
+    everything = stream.windows(np.array([0]), len(stream))[0]
+    windows = list(train.eval_batches(stream, run.o))
+    assert sum((window[:, 1:].flatten().tolist() for window in windows), []) == everything[1:].tolist()
+    assert (len(stream) - 1) % 8 and len(windows) > 2  # a short last window was among them
+    # the mean is one over tokens, not over batches
+    losses = [(run.model(w[:, :-1], w[:, 1:])[1].item(), w[:, 1:].numel()) for w in windows]
+    assert run.estimate_loss() == pytest.approx(sum(a * n for a, n in losses) / sum(n for _, n in losses), rel=1e-6)
+
+
+def test_same_start_and_batches_for_every_mode(book):
+    """Fairness: under one seed all modes see the same batches and start from the same draws, up to a mode's own scale."""
+    runs = {mode: fresh_run(book, norm_mode=mode) for mode in MODES}
+    geo = runs["geo"]
+    for run in runs.values():
+        assert torch.equal(train.get_batch(run.tokens["train"], 5, run.o)[0], train.get_batch(geo.tokens["train"], 5, geo.o)[0])
+        for name, residual in run.model.residuals().items():
+            plain = geo.model.residuals()[name].F.matrices()
+            for matrix, weight in residual.F.matrices().items():
+                torch.testing.assert_close(weight, plain[matrix] * residual.init_scale(matrix))
+
+
+def test_a_run_is_never_destroyed(book, capsys):
+    run_main(book)
+    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    run_main(book, code=2)
+    assert "--resume" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
+    run_main(book, "--overwrite", "--norm_mode=pre")
+    assert checkpoint("out")["model_config"]["norm_mode"] == "pre"
+    with train.lock(Path("out")):
+        run_main(book, "--overwrite", code=2)
+        assert "another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change, word", [("--norm_mode=pre", "norm_mode"), ("--learning_rate=0.5", "learning_rate"), ("--n_layer=3", "n_layer"),
+                                          ("--batch_size=2", "batch_size"), ("--seed=2", "seed"), ("--lr_decay_iters=9", "lr_decay_iters"),
+                                          ("--dropout=0.5", "dropout"), ("--optimizer=muon", "optimizer"), ("--size=small", "size")])
+def test_resume_refuses_what_would_make_another_run(change, word, book, capsys):
+    run_main(book)
+    before = Path("out/last.pt").read_bytes()
+    assert train.main(["--resume", change]) == 2
+    assert f"--{word}" in capsys.readouterr().err
+    assert Path("out/last.pt").read_bytes() == before
+
+
+def test_resume_refuses_other_data(book, capsys):
+    run_main(book)
+    text = book.read_text()
+    book.write_text(text + "abc " * 50)
+    assert train.main(["--resume"]) == 2
+    assert "has changed since out/last.pt was saved" in capsys.readouterr().err
+    book.write_text(text.replace("a", "b", 1))  # as long as it was
+    assert train.main(["--resume"]) == 2
+    assert "has changed since" in capsys.readouterr().err
+    book.write_text(text)
+    assert train.main(["--resume"]) == 0
+
+
+@pytest.mark.parametrize("poison, word", [("weight", "loss of step 3"), ("gradient", "gradient of step 3")])
+def test_not_finite_stops_the_run(poison, word, book, capsys, monkeypatch):
+    update, clip = train.Run.update, torch.nn.utils.clip_grad_norm_
+
+    def poisoned(run):
+        if run.step == 3 and poison == "weight":
+            run.model.wte.weight.data.fill_(math.nan)
+        update(run)
+
+    def poisoned_clip(parameters, limit):
+        parameters = list(parameters)
+        if Path("out/last.pt").exists() and len(calls := poisoned_clip.calls) == 3:
+            parameters[0].grad.fill_(math.inf)
+        calls.append(1)
+        return clip(parameters, limit)
+    poisoned_clip.calls = []
+    monkeypatch.setattr(train.Run, "update", poisoned)
+    if poison == "gradient":
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned_clip)
+    run_main(book, code=1)
+    err = capsys.readouterr().err
+    assert word in err and err.count("\n") == 1
+    saved = checkpoint("out")
+    assert saved["step"] == 2 and all(value.isfinite().all() for value in saved["model"].values())
+
+
+class FullDisk(io.BytesIO):
+    """A file on a disk with room for 1000 bytes."""
+
+    def write(self, data):
+        if self.tell() + len(data) > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(book, capsys, monkeypatch):
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda content, file: save(content, FullDisk() if content["step"] == 4 else file))
+    run_main(book, code=1)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "No space left on device" in err and "out/best.pt" in err
+    assert checkpoint("out")["step"] == 2 and not list(Path("out").glob("*.tmp"))
+
+
+def test_kill_9_while_writing(book):
+    """The process dies in the middle of writing a checkpoint: the one before is whole, and the run goes on from it."""
+    script = ("import os, signal, sys, torch, train, prepare_data\n"
+              f"prepare_data.DATA_ROOT = train.Path({str(book.parent / 'data')!r})\n"
+              "save = torch.save\n"
+              "def dying(content, file):\n"
+              "    if content['step'] == 4:\n"
+              "        file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
+              "    save(content, file)\n"
+              "torch.save = dying\n"
+              "train.main(sys.argv[1:])\n")
+    killed = subprocess.run([sys.executable, "-c", script, f"--data={book}", *SMALL], capture_output=True, check=False,
+                            env={**os.environ, "PYTHONPATH": str(Path(train.__file__).parent)})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert checkpoint("out")["step"] == 2
+    assert train.main(["--resume"]) == 0
+    run_main(book, "--out_dir=whole")
+    assert differences(checkpoint("whole"), checkpoint("out")) == [] and log_rows("whole") == log_rows("out")
+
+
+def test_sample_needs_nothing_but_the_checkpoint(book, tmp_path, capsys, monkeypatch):
+    run_main(book)
+    shutil.rmtree(tmp_path / "data")
+    book.unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    speak = ["sample", f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=40"]
+    texts = []
+    (tmp_path / "prompt.txt").write_text("abc de", encoding="utf-8")
+    for prompt in ("abc de", f"FILE:{tmp_path / 'prompt.txt'}", "abc de", "", "a", "abcd " * 20):
+        capsys.readouterr()
+        assert train.main([*speak, f"--prompt={prompt}"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2] and texts[0].startswith("abc de") and len(texts[0]) == 6 + 40 + 1
+    assert texts[3].startswith("\n") and texts[5].startswith("abcd " * 20)
+    assert train.main([*speak, "--prompt=abc", "--seed=1", "--num_samples=2"]) == 0
+    both = capsys.readouterr().out
+    assert train.main([*speak, "--prompt=abc", "--seed=1"]) == 0
+    assert both.startswith(capsys.readouterr().out)
+    assert train.main([*speak, "--prompt=aX"]) == 2
+    assert "'X'" in capsys.readouterr().err
+
+
+def test_best_is_the_lowest_not_the_latest(book, capsys):
+    losses = iter([5.0, 3.0, 4.0, 2.0, 6.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Run, "estimate_loss", lambda run: next(losses))
+        run_main(book, "--max_iters=4", "--eval_interval=1")
+    assert checkpoint("out", "best.pt")["step"] == 3 and checkpoint("out")["step"] == 4
+    assert checkpoint("out")["best_val"] == 2.0
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda path: path.write_bytes(path.read_bytes()[:-2000]), "cannot be read"), (lambda path: path.write_bytes(b""), "cannot be read"),
+    (lambda path: path.write_text("hello"), "cannot be read"), (lambda path: torch.save({"model": {}}, path), "another program"),
+    (lambda path: torch.save([1, 2], path), "cannot be read"),
+    (lambda path: torch.save({**torch.load(path), "model_config": {"vocab_size": 6, "n_embd": 32, "n_head": 2}}, path), "another model"),
+    (lambda path: torch.save({**torch.load(path), "model_config": {"width": 6}}, path), "another model"),
+    (lambda path: torch.save({**torch.load(path), "tokenizer": {"name": "runes"}}, path), "")])
+def test_damaged_checkpoints(damage, words, book, capsys):
+    run_main(book)
+    for name in ("best.pt", "last.pt"):
+        damage(Path("out") / name)
+    for argv in (["sample"], ["--resume"], [f"--init_from=out/best.pt", "--out_dir=new", f"--data={book}"]):
+        capsys.readouterr()
+        assert train.main(argv) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and words in err
+    assert not Path("new").exists()
+
+
+def test_fine_tuning_keeps_the_tokenizer(book, tmp_path, capsys):
+    run_main(book, "--norm_mode=peri")
+    other = tmp_path / "other.txt"
+    other.write_text("ab ba " * 200, encoding="utf-8")  # its own alphabet would be smaller
+    tune = ["--init_from=out/best.pt", f"--data={other}", "--out_dir=tuned", "--max_iters=4", "--eval_interval=4", "--max_new_tokens=3"]
+    assert train.main([*tune, "--learning_rate=0", "--min_lr=0", "--weight_decay=0"]) == 0
+    start, tuned = checkpoint("out", "best.pt"), checkpoint("tuned")
+    assert tuned["tokenizer"] == start["tokenizer"] and tuned["options"]["norm_mode"] == "peri"
+    assert differences(start["model"], tuned["model"]) == []  # at rate 0 the weights are the checkpoint's
+    assert train.main(["--resume", "--out_dir=tuned", "--max_iters=6"]) == 0
+    for change, words in (("--norm_mode=geo", "contradicts"), ("--tokenizer=byte", "keeps")):
+        assert train.main([*tune, change, "--out_dir=third"]) == 2
+        assert words in capsys.readouterr().err
+    other.write_text("abXba " * 200, encoding="utf-8")
+    assert train.main([*tune, "--overwrite"]) == 2
+    assert "'X'" in capsys.readouterr().err
+
+
+def test_imports_run_one_way():
+    """geogpt.py needs torch and the standard library alone; importing any file prints and changes nothing."""
+    folder = Path(train.__file__).parent
+    imported = {(node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
+                for node in ast.walk(ast.parse((folder / "geogpt.py").read_text(encoding="utf-8")))
+                if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    assert imported <= {"torch", *sys.stdlib_module_names}

@@ -1,0 +1,773 @@
+"""
+Train a small GPT under any norm_mode, and let it speak. The model is in geogpt.py, the data in prepare_data.py.
+
+    python train.py                                          prepare the data if needed, train, print a sample
+    python train.py --norm_mode peri --out_dir out-peri      the same under another residual update
+    python train.py --data mybook.txt --max_iters 5000       your own text; or --data shakespeare
+    python train.py --resume                                 go on where out_dir stopped
+    python train.py --init_from out/best.pt --data mybook.txt --out_dir out-book --learning_rate 3e-4      fine-tune
+    python train.py sample --out_dir out --prompt "def "     speak from a checkpoint
+    python train.py --help                                   every option with its default
+
+A run leaves in out_dir: last.pt (all that a resume needs), best.pt (the weights with the lowest validation loss),
+log.csv (one row per log_interval and evaluation) and config.json (what was run, with which versions).
+Exit codes: 0 done; 1 the run failed (loss not finite, disk full); 2 the input was wrong; 130, 143 stopped by a signal.
+"""
+import argparse
+import csv
+import errno
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import prepare_data
+from geogpt import GEO_DECAYS, GPT, NORM_MODES, GPTConfig
+from prepare_data import UserError, closest
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options: one dataclass; the command line, its help and its checks are made from it
+
+def opt(default, help, low=None, high=None, choices=None, sample=False, resumable=False):
+    """
+    One option: its advice, its range (low <= value <= high) or choices, whether `sample` takes it too, and whether a
+    resume may change it. A default of None is worked out when the run starts: the help says how.
+    """
+    commands = ("train", "sample") if sample else ("train",)
+    return field(default=default, metadata=dict(help=help, low=low, high=high, choices=choices, commands=commands,
+                                                resumable=resumable))
+
+
+# What --size stands for. Tokens per update = batch_size x gradient_accumulation_steps x block_size.
+# From 125M up (the paper's shapes) the head is untied: tied, a wide model starts with too high a logit for the token it
+# has just read.
+_LARGE = dict(block_size=512, dropout=0.0, tie_weights=False, max_iters=20_000, batch_size=32,
+              gradient_accumulation_steps=8, warmup_iters=500, beta2=0.95, eval_interval=500)
+SIZES = {
+    "baby": dict(n_layer=4, n_head=4, n_embd=128, block_size=128, dropout=0.0, tie_weights=True, max_iters=2000,
+                 batch_size=16, gradient_accumulation_steps=1, learning_rate=4e-3, warmup_iters=100, beta2=0.99,
+                 eval_interval=250),
+    "small": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.2, tie_weights=True, max_iters=5000,
+                  batch_size=64, gradient_accumulation_steps=1, learning_rate=1e-3, warmup_iters=100, beta2=0.99,
+                  eval_interval=250),
+    "125M": dict(n_layer=12, n_head=12, n_embd=768, learning_rate=6e-4, **_LARGE),
+    "350M": dict(n_layer=24, n_head=16, n_embd=1024, learning_rate=3e-4, **_LARGE),
+    "1.3B": dict(n_layer=24, n_head=16, n_embd=2048, learning_rate=2e-4, **_LARGE),
+}
+
+
+@dataclass
+class Options:
+    """All options of train.py. Names are nanoGPT's where it has one."""
+    # where things are
+    out_dir: str = opt("out", "folder of the run: checkpoints, log.csv, config.json", sample=True, resumable=True)
+    data: str = opt("python", "data set name, or path of a text file or folder: see prepare_data.py")
+    tokenizer: str = opt("auto", "char, byte, gpt2 or any tiktoken name; auto is char for texts")
+    init_from: str = opt("", "start from the weights and tokenizer of this checkpoint (fine-tuning)")
+    resume: bool = opt(False, "go on from last.pt in out_dir")
+    overwrite: bool = opt(False, "replace the run that is in out_dir")
+    # model
+    size: str = opt(None, "preset of the options marked 'by size'; default: small on cuda, else baby", choices=tuple(SIZES))
+    norm_mode: str = opt("geo", "how a sublayer's output enters the residual stream", choices=tuple(NORM_MODES))
+    n_layer: int = opt(None, "blocks (by size)", 1, 10_000)
+    n_head: int = opt(None, "attention heads per block (by size)", 1, 10_000)
+    n_embd: int = opt(None, "width of the stream (by size)", 1, 10**6)
+    block_size: int = opt(None, "tokens of context (by size)", 1, 10**6)
+    dropout: float = opt(None, "0 for large texts, 0.1 to 0.3 for ones read many times over (by size)", 0.0, 0.999)
+    entry_norm: bool = opt(True, "RMSNorm right after the embedding; False is the papers' form, geo needs True")
+    geo_decay: str = opt("harmonic", "geo: how the step shrinks with depth", choices=tuple(GEO_DECAYS))
+    geo_alpha: float = opt(1.0, "geo: step of the first block", 1e-6, 1e6)
+    geo_max_angle: float = opt(math.pi / 4, "geo: most radians a sublayer may turn the stream; 0: no clamp", 0.0, math.pi)
+    tie_weights: bool = opt(None, "share embedding and head; untied the head starts at zero (by size)")
+    # optimisation
+    optimizer: str = opt("adamw", "muon takes the hidden matrices, with adamw for the rest", choices=("adamw", "muon"))
+    max_iters: int = opt(None, "updates in all (by size)", 0, 10**9, resumable=True)
+    batch_size: int = opt(None, "sequences per micro-step; lower it when memory runs out (by size)", 1, 10**6)
+    gradient_accumulation_steps: int = opt(None, "micro-steps per update, to keep the batch (by size)", 1, 10**6)
+    learning_rate: float = opt(None, "peak rate; try a third and three times of it (by size)", 0.0, 1e3)
+    min_lr: float = opt(None, "rate at the end of the cosine (default: learning_rate / 10)", 0.0, 1e3)
+    warmup_iters: int = opt(None, "steps of linear warmup (by size)", 0, 10**9)
+    lr_decay_iters: int = opt(None, "step at which the cosine ends (default: max_iters)", 1, 10**9)
+    weight_decay: float = opt(0.1, "on matrices; gains never decay", 0.0, 1e3)
+    beta1: float = opt(0.9, "AdamW, memory of the gradient", 0.0, 0.9999999)
+    beta2: float = opt(None, "AdamW, memory of its square; 0.99 for small batches (by size)", 0.0, 0.9999999)
+    grad_clip: float = opt(1.0, "largest gradient norm, 0 for no clipping", 0.0, 1e9)
+    seed: int = opt(1337, "of weights, batches and dropout, or of the sampled text", 0, 2**31 - 1, sample=True)
+    # evaluation and logging
+    eval_interval: int = opt(None, "steps between evaluations, each of which saves (by size)", 1, 10**9, resumable=True)
+    eval_iters: int = opt(50, "batches per evaluation; 0 is the whole validation set", 0, 10**9, resumable=True)
+    eval_only: bool = opt(False, "evaluate the model the run would start from; writes nothing", resumable=True)
+    log_interval: int = opt(10, "steps between rows of log.csv", 1, 10**9, resumable=True)
+    sample_interval: int = opt(0, "steps between samples printed on the way, 0 for none", 0, 10**9, resumable=True)
+    # sampling
+    prompt: str = opt("", "text to continue, or FILE:prompt.txt", sample=True, resumable=True)
+    num_samples: int = opt(1, "texts to print; 0 for none", 0, 10**6, sample=True, resumable=True)
+    max_new_tokens: int = opt(500, "length of each", 0, 10**7, sample=True, resumable=True)
+    temperature: float = opt(0.8, "0: greedy, 1: the model's own distribution", 0.0, 1e6, sample=True, resumable=True)
+    top_k: int = opt(200, "sample among the k likeliest tokens, 0 for all", 0, 10**9, sample=True, resumable=True)
+    top_p: float = opt(1.0, "and among the likeliest that reach this probability together", 0.0, 1.0, sample=True,
+                       resumable=True)
+    # machine
+    device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the first of cuda, mps, cpu", sample=True, resumable=True)
+    dtype: str = opt("auto", "of the matrix products; auto is bfloat16 on a cuda that has it, else float32",
+                     choices=("auto", "float32", "bfloat16", "float16"), sample=True)
+    compile: bool = opt(None, "torch.compile: slow to start, faster after (default: on cuda only)", resumable=True)
+
+
+def parse_value(f, text):
+    """The value that `text` gives to option f; UserError names the value and the remedy."""
+    kind, meta = f.type, f.metadata
+    if text.lower() == "auto" and f.default is None:
+        return None
+    try:
+        if kind is bool:
+            value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        elif kind is int:
+            value = whole(text)
+        else:
+            value = kind(text)
+    except (ValueError, KeyError, OverflowError):
+        wanted = {int: "a whole number", float: "a number", bool: "True or False"}[kind]
+        raise UserError(f"--{f.name} {text!r} is not {wanted}") from None
+    if meta["choices"] and value not in meta["choices"]:
+        raise UserError(f"--{f.name} {text!r} is none of {', '.join(meta['choices'])}{closest(text, meta['choices'])}")
+    if meta["low"] is not None and not meta["low"] <= value <= meta["high"]:  # this refuses nan too
+        raise UserError(f"--{f.name} {text} is out of range; it must be from {meta['low']:g} to {meta['high']:g}")
+    return value
+
+
+def whole(text):
+    """"12" or "1e4" -> int; ValueError for what is no whole number."""
+    value = float(text)
+    if value != int(value):
+        raise ValueError(text)
+    return int(text) if text.lstrip("+-").isdigit() else int(value)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; see --help")
+
+
+def parse_args(argv):
+    """argv -> (command, {option: value} of those given). UserError for whatever cannot be understood."""
+    command, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("train", argv)
+    if command not in COMMANDS:
+        raise UserError(f"no command {command!r}; it is one of {', '.join(COMMANDS)}{closest(command, COMMANDS)}")
+    own = [f for f in fields(Options) if command in f.metadata["commands"]]
+    parser = Parser(prog=f"train.py {command}", description=COMMANDS[command].__doc__, allow_abbrev=False,
+                    usage=f"python train.py {command} [--option value ...]",
+                    epilog="Commands: " + ", ".join(COMMANDS) + ". See the top of train.py for examples.")
+    for f in own:
+        default = "" if f.default is None or f.default == "" else f" (default: {f.default:.4g})" \
+            if isinstance(f.default, float) else f" (default: {f.default})"
+        choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
+        flag = {"nargs": "?", "const": "True"} if f.type is bool else {}  # a bare --resume is --resume True
+        parser.add_argument(f"--{f.name}", metavar=f.type.__name__, default=argparse.SUPPRESS, **flag,
+                            help=(f.metadata["help"] + choices + default).replace("%", "%%"))
+    # --k v becomes --k=v, so that values such as -1e-3 or "- a list" are not taken for options
+    joined = []
+    for word in argv:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and not word.startswith("--"):
+            joined[-1] += "=" + word
+        else:
+            joined.append(word)
+    found, unknown = parser.parse_known_args(joined)
+    if unknown:
+        word = unknown[0].split("=")[0]
+        belongs = [c for f in fields(Options) if f"--{f.name}" == word for c in f.metadata["commands"]]
+        hint = f"; it belongs to {' and '.join(belongs)}" if belongs else closest(word, [f"--{f.name}" for f in own])
+        raise UserError(f"train.py {command} has no option {word}{hint}; see --help")
+    return command, {f.name: parse_value(f, vars(found)[f.name]) for f in own if f.name in found}
+
+
+def resolve(given):
+    """Options from those given: presets, defaults that depend on others, and paths made absolute."""
+    o = Options(**given)
+    o.size = o.size or ("small" if pick_device(o.device).type == "cuda" else "baby")
+    for name, value in SIZES[o.size].items():
+        if getattr(o, name) is None:
+            setattr(o, name, value)
+    o.min_lr = o.learning_rate / 10 if o.min_lr is None else o.min_lr
+    o.lr_decay_iters = o.lr_decay_iters or max(o.max_iters, 1)
+    if o.data and Path(o.data).exists():
+        o.data = str(Path(o.data).resolve())  # so that a resume finds it from anywhere
+    return o
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Machine
+
+def pick_device(name):
+    """torch.device for --device; UserError where this machine has none such."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    known = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if kind not in known:
+        raise UserError(f"--device {name!r} is none of cpu, cuda, mps{closest(kind, known)}")
+    if not known[kind] or not (index or "0").isdigit() or int(index or 0) >= known[kind]:
+        raise UserError(f"--device {name}: torch {torch.__version__} sees no such device; use cpu or auto")
+    return torch.device(name)
+
+
+def autocast(device, dtype):
+    """(context for the matrix products, name of the dtype) for --dtype on this device."""
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    if dtype == "float32":
+        return nullcontext(), dtype
+    return torch.autocast(device.type, getattr(torch, dtype)), dtype
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the command; `code` is what the process exits with (128 + signal number)."""
+
+    def __init__(self, message, number):
+        super().__init__(message)
+        self.code = 128 + number
+
+
+def raise_stopped(number, frame):
+    raise Stopped("stopped", number)
+
+
+@contextmanager
+def signals_as_flag():
+    """Within, the first Ctrl-C or SIGTERM only sets a flag, for the loop to leave at a step boundary; the next one
+    ends the process at once. Yields a list that holds the signal's number once it came."""
+    came, previous = [], {}
+
+    def handler(number, frame):
+        came.append(number)
+        signal.signal(number, raise_stopped)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.signal(number, handler)
+    try:
+        yield came
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files of a run
+
+def write_atomically(path, write):
+    """write(temporary file) and rename: whoever reads `path` finds the old content or the new, never a half."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:
+        cause = e if isinstance(e, OSError) else e.__context__  # torch.save reports a full disk as an error of its own
+        if not isinstance(cause, OSError):
+            raise
+        raise file_error(cause, path) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def file_error(e, path):
+    """UserError for an OSError about path: a disk that fails is a failed run, any other reason is for the user to mend."""
+    failed = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    remedy = "make room, then go on with --resume" if failed else "choose another folder"
+    return UserError(f"cannot use {path} ({e.strerror or e}); {remedy}", code=1 if failed else 2)
+
+
+def load_checkpoint(path):
+    """The dictionary in a checkpoint; UserError where it is missing, cut short or no checkpoint of ours."""
+    if not Path(path).is_file():
+        raise UserError(f"no checkpoint {path}; train one first, or name its folder with --out_dir")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if not {"model", "model_config", "tokenizer", "step"} <= checkpoint.keys():
+            raise ValueError("its entries are those of another program")
+    except Exception as e:  # torch reports a bad file by half a dozen types
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise UserError(f"{path} cannot be read as a GeoGPT checkpoint ({reason[:200]}); it may be cut short") from None
+    return checkpoint
+
+
+def load_model(checkpoint, path, **changes):
+    """(GPT, Tokenizer) of a checkpoint, on the CPU; `changes` to its config that leave the weights' shapes alone."""
+    try:
+        model = GPT(GPTConfig(**{**checkpoint["model_config"], **changes}))
+        model.load_state_dict(checkpoint["model"])
+        return model, prepare_data.tokenizer_from_spec(checkpoint["tokenizer"])
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as e:
+        raise UserError(f"{path} is of another model: {' '.join(str(e).split())[:200]}") from None
+
+
+def versions():
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+
+
+LOG_COLUMNS = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s")
+
+
+class Log:
+    """log.csv: `step` counts the updates made; loss and grad_norm are means since the row before."""
+
+    def __init__(self, path, before_step):
+        """Open the file for more rows. Of those it has, the ones of steps < before_step stay: the rest is run again."""
+        lines = path.read_text().splitlines() if path.is_file() else []
+        kept = [line for line in lines if line.split(",")[0].isdigit() and int(line.split(",")[0]) < before_step]
+        text = "".join(line + "\n" for line in [",".join(LOG_COLUMNS), *kept])
+        write_atomically(path, lambda file: file.write(text.encode()))
+        self.file = open(path, "a", newline="")
+
+    def add(self, **row):
+        csv.writer(self.file, lineterminator="\n").writerow([row.get(column, "") for column in LOG_COLUMNS])
+        self.file.flush()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.file.close()
+
+
+def lock(out_dir):
+    """Keep a second run out of out_dir for as long as the returned file is open; a killed run leaves no lock behind."""
+    file = open(out_dir / ".lock", "w")
+    try:
+        import fcntl
+    except ImportError:  # Windows: no lock
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another run is writing to {out_dir}; wait for it or choose another --out_dir") from None
+    return file
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+
+def get_lr(step, o):
+    """Learning rate of update number `step` (from 0): linear warmup, then a cosine from learning_rate to min_lr."""
+    warmup = min(o.warmup_iters, o.lr_decay_iters)
+    if step < warmup:
+        return o.learning_rate * (step + 1) / warmup
+    if step >= o.lr_decay_iters:
+        return o.min_lr
+    progress = (step - warmup) / (o.lr_decay_iters - warmup)
+    return o.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (o.learning_rate - o.min_lr)
+
+
+def get_batch(tokens, step, o):
+    """
+    All sequences of update number `step`: (x, y), each (batch_size * gradient_accumulation_steps, T) int64, y one token
+    ahead of x. A pure function of seed and step: a resumed run, and one that splits the batch otherwise, see the same.
+    """
+    rng = np.random.default_rng((o.seed, step))
+    starts = rng.integers(len(tokens) - o.block_size, size=o.batch_size * o.gradient_accumulation_steps)
+    window = torch.from_numpy(tokens.windows(starts, o.block_size + 1))
+    return window[:, :-1], window[:, 1:]
+
+
+def eval_batches(tokens, o):
+    """
+    The batches an evaluation is made of, the same every time and for every seed: windows drawn by a generator of its
+    own, or, for eval_iters = 0, all of the tokens, cut into windows that predict each but the very first one once.
+    """
+    T, last = o.block_size, len(tokens) - 1
+    if o.eval_iters:
+        starts = np.random.default_rng(0).integers(len(tokens) - T, size=o.eval_iters * o.batch_size)
+    else:
+        starts = np.arange(0, last - T + 1, T)
+    for i in range(0, len(starts), o.batch_size):
+        yield torch.from_numpy(tokens.windows(starts[i:i + o.batch_size], T + 1))
+    if not o.eval_iters and last % T:  # what is left, shorter than a window
+        yield torch.from_numpy(tokens.windows(np.array([last - last % T]), last % T + 1))
+
+
+def seed_step(seed, step):
+    """Every random draw of a step (dropout) follows from seed and step alone, not from what was drawn before."""
+    torch.manual_seed(int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0] >> 1))
+
+
+class Run:
+    """A model being trained: all that changes from step to step, and the one update that changes it."""
+
+    def __init__(self, o, model, tokenizer, tokens, data):
+        """
+        o: Options, resolved; model: GPT, on any device; tokenizer: its Tokenizer; tokens: {"train": TokenStream, "val":
+        TokenStream}; data: what a resume must find unchanged of them, a dictionary.
+        """
+        self.o, self.tokenizer, self.tokens, self.data, self.step = o, tokenizer, tokens, data, 0
+        self.device = pick_device(o.device)
+        self.autocast, self.dtype = autocast(self.device, o.dtype)
+        self.model = model.to(self.device)
+        compiled = o.compile if o.compile is not None else self.device.type == "cuda"
+        self.forward = torch.compile(self.model) if compiled else self.model
+        self.optimizers = self.model.configure_optimizer(o.learning_rate, o.weight_decay, (o.beta1, o.beta2),
+                                                         o.optimizer)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
+        self.best_val = math.inf
+        self.tokens_per_step = o.batch_size * o.gradient_accumulation_steps * o.block_size
+        self.pending = []  # (step, loss, gradient norm) of updates not yet logged, as tensors on the device
+
+    def update(self):
+        """Exactly one update, from the batch of this step. Reads nothing back from the device."""
+        o = self.o
+        seed_step(o.seed, self.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = get_lr(self.step, o)
+        loss_sum = 0.0
+        x, y = (self.to_device(part) for part in get_batch(self.tokens["train"], self.step, o))
+        for x_micro, y_micro in zip(x.split(o.batch_size), y.split(o.batch_size)):
+            with self.autocast:
+                _, loss = self.forward(x_micro, y_micro)
+            loss = loss / o.gradient_accumulation_steps
+            self.scaler.scale(loss).backward()
+            loss_sum = loss_sum + loss.detach()
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), o.grad_clip or math.inf)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()
+        self.pending.append((self.step, loss_sum, norm))
+        self.step += 1
+
+    def to_device(self, ids):
+        if self.device.type == "cuda":  # pinned memory lets the copy overlap with the step before
+            return ids.pin_memory().to(self.device, non_blocking=True)
+        return ids.to(self.device)
+
+    def losses(self):
+        """[(step, loss, gradient norm), ...] of the updates since the last log row. UserError if one is not finite."""
+        fresh = [row for row in self.pending if torch.is_tensor(row[1])]
+        if fresh:  # one read for all of them
+            values = torch.stack([torch.stack((loss, norm)) for _, loss, norm in fresh]).tolist()
+            self.pending[-len(fresh):] = [(step, *numbers) for (step, _, _), numbers in zip(fresh, values)]
+        for step, loss, norm in self.pending:
+            # fp16's scaler finds its scale by overflowing: it skips such a step, which is no error
+            if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+                what = "gradient" if math.isfinite(loss) else "loss"
+                raise UserError(f"the {what} of step {step} is not finite; the last good checkpoint was left alone; "
+                                "lower --learning_rate or raise --warmup_iters", code=1)
+        return self.pending
+
+    @torch.no_grad()
+    def estimate_loss(self, split="val"):
+        """Mean cross-entropy in nats per token over eval_batches, weighted by tokens."""
+        self.model.eval()
+        total, count = 0.0, 0
+        for window in eval_batches(self.tokens[split], self.o):
+            window = self.to_device(window)
+            x, y = window[:, :-1], window[:, 1:]
+            # the odd last window would make torch.compile start over for its shape
+            forward = self.forward if x.shape == (self.o.batch_size, self.o.block_size) else self.model
+            with self.autocast:
+                _, loss = forward(x, y)
+            total, count = total + loss.double() * y.numel(), count + y.numel()
+        self.model.train()
+        return float(total / count)
+
+    def state(self):
+        """What a resume needs beyond the weights, as plain data and tensors."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "scaler": self.scaler.state_dict(), "best_val": self.best_val, "pending": self.losses()}
+
+    def load_state(self, checkpoint):
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(checkpoint["scaler"])
+        self.step, self.best_val = checkpoint["step"], checkpoint["best_val"]
+        self.pending = list(checkpoint["pending"])
+
+
+def save(run, name):
+    """Write out_dir/name: best.pt speaks and can be fine-tuned, last.pt can be resumed too."""
+    content = {"model": run.model.state_dict(), "model_config": asdict(run.model.config),
+               "tokenizer": run.tokenizer.spec(), "step": run.step, "versions": versions()}
+    if name == "last.pt":
+        content |= {**run.state(), "options": asdict(run.o), "data": run.data}
+    write_atomically(Path(run.o.out_dir) / name, lambda file: torch.save(content, file))
+
+
+class Progress:
+    """The run as a person sees it: a live bar on a terminal, plain lines where the output is none."""
+
+    def __init__(self, o, first_step):
+        self.total, self.first, self.began, self.shown = o.max_iters, first_step, time.perf_counter(), {}
+        self.bar = tqdm(total=o.max_iters, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
+
+    def rate(self, step):
+        """Steps per second since the start, or 0 at the first one."""
+        return (step - self.first) / (time.perf_counter() - self.began)
+
+    def show(self, step, row, tokens_per_step):
+        """Take up one row of log.csv; a row with an evaluation becomes a line."""
+        self.shown |= {"loss": row.get("loss", self.shown.get("loss", "-"))[:6],
+                       "val": row.get("val_loss", self.shown.get("val", "-"))[:6]}
+        self.bar.set_postfix(self.shown | {"tok/s": f"{self.rate(step) * tokens_per_step:,.0f}"})
+        if "val_loss" in row:
+            left = (self.total - step) / self.rate(step) if step > self.first else 0
+            self.write(f"step {step:>6}: loss {self.shown['loss']}, val {self.shown['val']}, "
+                       f"{self.rate(step) * tokens_per_step:,.0f} tokens/s, {tqdm.format_interval(left)} left")
+
+    def write(self, text):
+        self.bar.clear()
+        print(text, flush=True)
+        self.bar.refresh()
+
+
+def fit(run, log):
+    """
+    Train up to max_iters updates; returns the last validation loss. At the top of a step evaluate, save and sample when
+    due, leave if it was the last, then make exactly one update. A signal saves at the next boundary and raises Stopped.
+    """
+    o, progress = run.o, Progress(run.o, run.step)
+    run.model.train()
+    with progress.bar, signals_as_flag() as signals:
+        while True:
+            last, row = run.step >= o.max_iters, {}
+            if signals:
+                save(run, "last.pt")
+                raise Stopped(f"stopped by a signal at step {run.step} and saved; go on with: "
+                              f"python train.py --resume --out_dir {o.out_dir}", signals[0])
+            if last or run.step % o.eval_interval == 0:
+                val_loss = run.estimate_loss()
+                if val_loss < run.best_val:
+                    run.best_val = val_loss
+                    save(run, "best.pt")
+                # Before the row is written and `pending` emptied: a resume begins right here and does both again.
+                save(run, "last.pt")
+                row["val_loss"] = f"{val_loss:.6f}"
+            if run.pending and (last or run.step % o.log_interval == 0):
+                losses, run.pending = run.losses(), []
+                row |= {"loss": f"{np.mean([loss for _, loss, _ in losses]):.6f}",
+                        "lr": f"{get_lr(run.step - 1, o):.6g}",
+                        "grad_norm": f"{np.mean([norm for _, _, norm in losses]):.6f}",
+                        "tokens_per_s": f"{progress.rate(run.step) * run.tokens_per_step:.0f}"}
+            if row:
+                log.add(step=run.step, **row)
+                progress.show(run.step, row, run.tokens_per_step)
+            if o.sample_interval and run.step % o.sample_interval == 0 and not last:
+                for text in speak(run.model, run.tokenizer, o):
+                    progress.write(text)
+            if last:
+                return val_loss
+            run.update()
+            progress.bar.update()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+def prompt_ids(tokenizer, prompt):
+    """Token ids (1, n), n >= 1, of --prompt; an empty one is a line break, or token 0 where the alphabet has none."""
+    if prompt.startswith("FILE:"):
+        prompt = prepare_data.read_text(prompt.removeprefix("FILE:"))
+    if not prompt:
+        try:
+            ids = tokenizer.encode("\n")
+        except UserError:
+            ids = [0]
+    else:
+        ids = tokenizer.encode(prompt)
+    return torch.tensor(np.asarray(ids, dtype=np.int64))[None]
+
+
+def speak(model, tokenizer, o):
+    """Yield num_samples texts: the prompt and its continuation. One seed gives one sequence of texts."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(o.seed)
+    ids = prompt_ids(tokenizer, o.prompt).to(device)
+    for _ in range(o.num_samples):
+        with autocast(device, o.dtype)[0]:
+            out = model.generate(ids, o.max_new_tokens, o.temperature, o.top_k, o.top_p, generator)
+        yield tokenizer.decode(out[0].tolist())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands
+
+MODEL_OPTIONS = tuple(f.name for f in fields(Options) if f.name in GPTConfig.__dataclass_fields__)
+RUN_FILES = ("last.pt", "best.pt", "log.csv", "config.json")
+
+
+def resumed_options(given, checkpoint, path):
+    """The options of the run in a checkpoint, with those given now where a resume may change them."""
+    try:
+        o = Options(**checkpoint["options"])
+    except (KeyError, TypeError):
+        raise UserError(f"{path} cannot be resumed: it does not hold the options of a run; use --init_from") from None
+    if "data" in given and Path(given["data"]).exists():
+        given = given | {"data": str(Path(given["data"]).resolve())}
+    for f in fields(Options):
+        if f.name not in given or f.name in ("resume",) or given[f.name] == getattr(o, f.name):
+            continue
+        if not f.metadata["resumable"]:
+            raise UserError(f"--{f.name} {given[f.name]} contradicts {path}, which has {getattr(o, f.name)}; leave it "
+                            "out, or start a new run in another --out_dir")
+        setattr(o, f.name, given[f.name])
+    o.resume, o.out_dir = True, given.get("out_dir", "out")
+    return o
+
+
+def finetune_options(o, given, checkpoint, path):
+    """Take the model's shape from a checkpoint; block_size and dropout may differ, what shapes the weights may not."""
+    for name in MODEL_OPTIONS:
+        theirs = checkpoint["model_config"].get(name)
+        if name in given and name not in ("block_size", "dropout") and given[name] != theirs:
+            raise UserError(f"--{name} {given[name]} contradicts {path}, which has {theirs}; leave it out")
+        if name not in given and name != "dropout":
+            setattr(o, name, theirs)
+    if given.get("tokenizer", "auto") not in ("auto", checkpoint["tokenizer"].get("name")):
+        raise UserError(f"--tokenizer {given['tokenizer']} contradicts {path}: fine-tuning keeps the checkpoint's own")
+
+
+def open_tokens(folder, o):
+    """
+    ({"train": TokenStream, "val": TokenStream}, fingerprint) of a prepared folder. UserError where one is too short for
+    block_size. The fingerprint, a small dictionary, tells a resume whether it goes on with the same data.
+    """
+    tokens = {split: prepare_data.load_tokens(folder, split) for split in ("train", "val")}
+    for split, stream in tokens.items():
+        if len(stream) <= o.block_size:
+            raise UserError(f"the {split} split of {o.data} has {len(stream)} tokens, too few for --block_size "
+                            f"{o.block_size}; lower it to {max(len(stream) - 1, 0)} or less, or give more text")
+    sizes = {split: len(stream) for split, stream in tokens.items()}
+    return tokens, sizes | {"sha256": prepare_data.read_meta(folder).get("source", {}).get("sha256")}
+
+
+def new_model(o, tokenizer):
+    """GPT of the options' shape, initialised from their seed."""
+    bpe = tokenizer.name not in ("char", "byte")  # 50257 pads up to 50304: a GPU's matrix units like multiples of 64
+    try:
+        config = GPTConfig(vocab_size=tokenizer.vocab_size, vocab_multiple=64 if bpe else 1,
+                           **{name: getattr(o, name) for name in MODEL_OPTIONS})
+    except ValueError as e:
+        raise UserError(str(e)) from None
+    model = GPT(config)
+    torch.manual_seed(o.seed)  # after the constructor: what a mode of your own draws there shifts nobody's start
+    model.init_weights()
+    return model
+
+
+def start_run(given):
+    """The Run of the train command: options settled, data prepared, model made. Leaves out_dir alone."""
+    checkpoint = None
+    if given.get("resume"):
+        if given.get("overwrite") or given.get("init_from"):
+            raise UserError("--resume goes on with the run in out_dir; it does not go with --overwrite or --init_from")
+        path = Path(given.get("out_dir", "out")) / "last.pt"
+        checkpoint = load_checkpoint(path)
+        o = resumed_options(given, checkpoint, path)
+    else:
+        o = resolve(given)
+        held = any((Path(o.out_dir) / name).exists() for name in ("last.pt", "best.pt"))
+        if held and not o.overwrite and not o.eval_only:
+            raise UserError(f"{o.out_dir} holds a run already; give --resume to go on with it, --overwrite to replace "
+                            "it, or another --out_dir")
+        path = o.init_from
+        if o.init_from:
+            checkpoint = load_checkpoint(path)
+            finetune_options(o, given, checkpoint, path)
+    if checkpoint:
+        model, tokenizer = load_model(checkpoint, path, block_size=o.block_size, dropout=o.dropout)
+    folder = prepare_data.prepare(o.data, tokenizer if o.init_from else o.tokenizer)
+    tokens, data = open_tokens(folder, o)
+    own_tokenizer = prepare_data.tokenizer_from_spec(prepare_data.read_meta(folder)["tokenizer"])
+    if not checkpoint:
+        tokenizer = own_tokenizer
+        model = new_model(o, tokenizer)
+    elif own_tokenizer.spec() != tokenizer.spec():
+        raise UserError(f"the tokenizer of {folder} is not the one in {path}; the data has changed")
+    run = Run(o, model, tokenizer, tokens, data)
+    if o.resume:
+        if checkpoint["data"] != data:
+            raise UserError(f"the data in {folder} has changed since {path} was saved: it was {checkpoint['data']} and is "
+                            f"{data}")
+        run.load_state(checkpoint)
+    return run
+
+
+def train(given):
+    """Prepare the data if needed, train, print a sample. Presets: --size."""
+    run = start_run(given)
+    o, out_dir = run.o, Path(run.o.out_dir)
+    if o.eval_only:
+        print(f"val loss {run.estimate_loss():.4f} at step {run.step}")
+        return
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with lock(out_dir):
+        if not o.resume:
+            for name in RUN_FILES:
+                (out_dir / name).unlink(missing_ok=True)
+        about = {"options": asdict(o), "model": asdict(run.model.config), "parameters": run.model.num_params(),
+                 "data": run.data, "device": str(run.device), "dtype": run.dtype,
+                 "versions": versions()}
+        write_atomically(out_dir / "config.json", lambda file: file.write(json.dumps(about, indent=1).encode()))
+        epochs = o.max_iters * run.tokens_per_step / len(run.tokens["train"])
+        print(f"{o.norm_mode}, {run.model.num_params():,} parameters, on {run.device} in {run.dtype}; "
+              f"{len(run.tokens['train']):,} training tokens, read {epochs:.2f} times in {o.max_iters} steps", flush=True)
+        with Log(out_dir / "log.csv", before_step=run.step if o.resume else 0) as log:
+            val_loss = fit(run, log)
+    print(f"done: val loss {val_loss:.4f}, best {run.best_val:.4f}; python train.py sample --out_dir {o.out_dir}\n")
+    for text in speak(run.model, run.tokenizer, o):
+        print(text)
+
+
+def sample(given):
+    """Print texts from the best.pt, else the last.pt, in --out_dir."""
+    o = Options(**given)
+    folder = Path(o.out_dir)
+    path = next((folder / name for name in ("best.pt", "last.pt") if (folder / name).exists()), folder / "best.pt")
+    model, tokenizer = load_model(load_checkpoint(path), path)
+    for text in speak(model.to(pick_device(o.device)), tokenizer, o):
+        print(text)
+        print("-" * 80) if o.num_samples > 1 else None
+
+
+COMMANDS = {"train": train, "sample": sample}
+
+
+def main(argv=None):
+    """Run one command line; returns the exit code. Whatever the user can mend ends in one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets its escape, not a crash
+            stream.reconfigure(errors="backslashreplace")
+    signal.signal(signal.SIGTERM, raise_stopped)
+    try:
+        command, given = parse_args(sys.argv[1:] if argv is None else argv)
+        COMMANDS[command](given)
+        return 0
+    except UserError as e:
+        message, code = str(e), e.code
+    except KeyboardInterrupt as e:
+        message, code = str(e) or "stopped", getattr(e, "code", 130)
+    except OSError as e:
+        error = file_error(e, e.filename or "a file")
+        message, code = str(error), error.code
+    except (MemoryError, RuntimeError) as e:  # torch says "can't allocate memory" on a CPU, "out of memory" on a GPU
+        if not isinstance(e, MemoryError) and "memory" not in str(e):
+            raise
+        message, code = "out of memory; lower --batch_size, --block_size or the model's size", 1
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
