@@ -9,6 +9,7 @@ import errno
 import io
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -984,6 +985,144 @@ def test_fine_tuning_keeps_the_tokenizer(book, tmp_path, capsys):
     other.write_text("abXba " * 200, encoding="utf-8")
     assert train.main([*tune, "--overwrite"]) == 2
     assert "'X'" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# compare and probe
+
+def result(variant, learning_rate, seed, val_loss, tokens_per_s=100.0):
+    return {"variant": variant, "learning_rate": learning_rate, "seed": seed, "parameters": 10, "start_loss": 4.0,
+            "val_loss": val_loss, "tokens_per_s": tokens_per_s}
+
+
+def test_statistics_by_hand():
+    rows = [result("pre", 1e-3, 1, 2.0), result("pre", 1e-3, 2, 2.2), result("pre", 1e-3, 3, 2.4), result("pre", 9e-3, 1, 1.0),
+            result("pre", 9e-3, 2, 4.0), result("geo", 1e-3, 1, 1.9, 50), result("geo", 1e-3, 2, 2.0, 50),
+            result("geo", 1e-3, 3, 2.4, 50), result("geo", 9e-3, 1, math.nan), result("post", 1e-3, 1, 5.0)]
+    pre, geo, post = train.summarise(rows)
+    # at 9e-3 pre's mean would be lower, but one of its runs ended no lower than it began
+    assert (pre["learning_rate"], pre["diverged"], pre["runs"], pre["all_diverged"], pre["all_runs"]) == (1e-3, 0, 3, 1, 5)
+    assert (pre["mean"], pre["sd"]) == pytest.approx((2.2, 0.2))
+    assert (geo["mean"], geo["sd"]) == pytest.approx((2.1, math.sqrt((0.04 + 0.01 + 0.09) / 2)))
+    # differences -0.1, -0.2, 0.0: mean -0.1, standard deviation 0.1, standard error 0.1 / sqrt(3)
+    assert (geo["diff"], geo["diff_se"]) == pytest.approx((-0.1, 0.1 / math.sqrt(3)))
+    assert geo["speed"] == pytest.approx(0.5) and (geo["all_diverged"], geo["all_runs"]) == (1, 4)
+    assert (post["diverged"], post["runs"]) == (1, 1) and math.isnan(post["mean"])
+    assert train.table([pre, geo, post]).splitlines()[2:] == [
+        "| pre | 0.001 (0.001, 0.009) | 10 | 2.2000 ± 0.2000 | - | 1.00 | 0/3; 1/5 at all rates |",
+        "| geo | 0.001 (0.001, 0.009) | 10 | 2.1000 ± 0.2646 | -0.1000 ± 0.0577 | 0.50 | 0/3; 1/4 at all rates |",
+        "| post | 0.001 (0.001) | 10 | - | - | 1.00 | 1/1; 1/1 at all rates |"]
+    (single,) = train.summarise([result("pre", 1e-3, 1, 2.0)])
+    assert train.plus_minus(single["mean"], single["sd"]) == "2.0000"
+
+
+def test_plan_of_a_compare():
+    runs = train.plan({"norm_mode": ["pre", "geo"], "geo_decay": ["none", "sqrt"], "learning_rate": [1e-3, 2e-3], "seed": [1, 2]})
+    variants = ["pre", "geo none", "geo sqrt"]  # geo's options make no variants of pre
+    assert set(runs) == {(v, lr, seed) for v in variants for lr in (1e-3, 2e-3) for seed in (1, 2)}
+    assert list(dict.fromkeys(v for v, _, _ in runs)) == variants
+    assert list(train.plan({"norm_mode": ["pre"], "n_layer": [2, 3], "seed": [5]})) == [
+        ("n_layer=2", 4e-3, 5), ("n_layer=3", 4e-3, 5)]
+    with pytest.raises(train.UserError, match="entry_norm False"):
+        train.plan({"norm_mode": ["pre", "geo"], "entry_norm": [True, False]})
+
+
+COMPARE = ["compare", "--norm_mode=pre,geo", "--seed=1,2", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=8",
+           "--batch_size=4", "--max_iters=4", "--eval_interval=2", "--eval_iters=2", "--warmup_iters=1", "--device=cpu"]
+
+
+def results_without_time(folder):
+    return [row.rsplit(",", 1)[0] for row in (Path(folder) / "results.csv").read_text().splitlines()]
+
+
+def test_an_interrupted_compare_equals_an_unbroken_one(book, capsys):
+    command = [*COMPARE, f"--data={book}"]
+    assert train.main([*command, "--out_dir=whole"]) == 0
+    out = capsys.readouterr().out
+    assert (Path("whole") / "table.md").read_text() in out and "| geo |" in out
+    pictures = {"loss.png", "rms.png", "grad_norm.png", "angle.png"}
+    assert pictures <= {path.name for path in Path("whole").iterdir()}
+
+    update, count = train.Run.update, []
+
+    def interrupted(run):
+        count.append(run.step)
+        if len(count) == 7:  # in the second run, after its third update
+            os.kill(os.getpid(), signal.SIGINT)
+        update(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Run, "update", interrupted)
+        assert train.main([*command, "--out_dir=broken"]) == 130
+        assert "the same command goes on" in capsys.readouterr().err
+        assert len(results_without_time("broken")) == 2
+        assert train.main([*command, "--out_dir=broken"]) == 0
+    assert len(count) == 16  # 4 runs of 4 updates, none made twice
+    assert results_without_time("broken") == results_without_time("whole")
+    for run in ("pre-lr0.004-seed1", "pre-lr0.004-seed2", "geo-lr0.004-seed1", "geo-lr0.004-seed2"):
+        whole, broken = (Path(folder) / "runs" / run for folder in ("whole", "broken"))
+        assert differences(checkpoint(whole), checkpoint(broken)) == [] and log_rows(whole) == log_rows(broken)
+        for name in ("probe-start.json", "probe-end.json"):
+            assert (whole / name).read_text() == (broken / name).read_text()
+    assert train.main([*command, "--out_dir=broken", "--max_iters=5"]) == 2
+    assert "holds another compare" in capsys.readouterr().err
+
+
+def test_a_diverged_run_is_a_row(book, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    update = train.Run.update
+
+    def poisoned(run):
+        if run.o.norm_mode == "pre" and run.o.seed == 1 and run.step == 2:
+            run.model.wte.weight.data.fill_(math.nan)
+        update(run)
+    monkeypatch.setattr(train.Run, "update", poisoned)
+    assert train.main([*COMPARE, f"--data={book}"]) == 0
+    rows = results_without_time("out")
+    assert [row.endswith(",nan") for row in rows[1:]] == [True, False, False, False]
+    out = capsys.readouterr().out
+    assert "| 1/2 |" in out and out.count("they need matplotlib") == 1
+    assert train.main([*COMPARE, f"--data={book}"]) == 0  # a diverged run is done, too
+    assert results_without_time("out") == rows
+
+
+def test_probe_command(book, capsys):
+    run_main(book)
+    before = Path("out/last.pt").read_bytes()
+    capsys.readouterr()
+    assert train.main(["probe", "--out_dir=out"]) == 0
+    out = capsys.readouterr().out
+    assert Path("out/last.pt").read_bytes() == before
+    assert {"probe-rms.png", "probe-grad_norm.png", "probe-angle.png", "probe.csv"} <= {p.name for p in Path("out").iterdir()}
+    run = train.start_run({"resume": True, "out_dir": "out"})
+    window = next(train.eval_batches(run.tokens["val"], run.o))
+    rows = run.model.probe(window[:, :-1], window[:, 1:])
+    lines = [line.split() for line in out.splitlines() if line.strip()[:2] in ("1.", "2.", "3.", "4.")]
+    assert lines == [[f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    assert train.main(["probe", "--norm_mode=peri", f"--data={book}", "--block_size=8", "--device=cpu"]) == 0
+    assert "peri, before training" in capsys.readouterr().out and Path("out-probe-peri/probe.csv").exists()
+
+
+def test_readme_mode_runs_as_it_stands(book, capsys):
+    """The README's "add your own mode": its code is run, and the mode trains, resumes and speaks."""
+    readme = (Path(train.__file__).parent / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(@norm_mode.*?)```", readme, flags=re.DOTALL)
+    name = re.search(r'@norm_mode\("(\w+)"\)', code)[1]
+    assert len(code.splitlines()) <= 10
+    field = train.Options.__dataclass_fields__["norm_mode"]
+    try:
+        exec(compile(code, "README.md", "exec"), vars(geogpt))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(field, "metadata", {**field.metadata, "choices": tuple(NORM_MODES)})
+            run_main(book, f"--norm_mode={name}", "--max_iters=2")
+            assert train.main(["--resume", "--max_iters=4"]) == 0
+            assert train.main(["sample", "--max_new_tokens=5"]) == 0
+        assert checkpoint("out")["model_config"]["norm_mode"] == name
+        block = tiny(name).blocks[0]
+        x = on_sphere(8, 16)[None]
+        F = block.mlp.F(rms_norm64(x, block.mlp.N_in.weight))
+        torch.testing.assert_close(block.mlp(x), rms_norm64(x + 0.5 * F, block.mlp.N_out.weight))
+    finally:
+        NORM_MODES.pop(name, None)
 
 
 def test_imports_run_one_way():

@@ -7,6 +7,8 @@ Train a small GPT under any norm_mode, and let it speak. The model is in geogpt.
     python train.py --resume                                 go on where out_dir stopped
     python train.py --init_from out/best.pt --data mybook.txt --out_dir out-book --learning_rate 3e-4      fine-tune
     python train.py sample --out_dir out --prompt "def "     speak from a checkpoint
+    python train.py compare --norm_mode pre,post,peri,geo --seed 1,2,3          train all alike, show one table
+    python train.py probe --out_dir out                      what each layer does to the stream
     python train.py --help                                   every option with its default
 
 A run leaves in out_dir: last.pt (all that a resume needs), best.pt (the weights with the lowest validation loss),
@@ -16,10 +18,12 @@ Exit codes: 0 done; 1 the run failed (loss not finite, disk full); 2 the input w
 import argparse
 import csv
 import errno
+import itertools
 import json
 import math
 import os
 import platform
+import shutil
 import signal
 import sys
 import time
@@ -38,14 +42,12 @@ from prepare_data import UserError, closest
 # ----------------------------------------------------------------------------------------------------------------------
 # Options: one dataclass; the command line, its help and its checks are made from it
 
-def opt(default, help, low=None, high=None, choices=None, sample=False, resumable=False):
+def opt(default, help, low=None, high=None, choices=None, resumable=False):
     """
-    One option: its advice, its range (low <= value <= high) or choices, whether `sample` takes it too, and whether a
-    resume may change it. A default of None is worked out when the run starts: the help says how.
+    One option: its advice, its range (low <= value <= high) or choices, and whether a resume may change it. A default
+    of None is worked out when the run starts: the help says how.
     """
-    commands = ("train", "sample") if sample else ("train",)
-    return field(default=default, metadata=dict(help=help, low=low, high=high, choices=choices, commands=commands,
-                                                resumable=resumable))
+    return field(default=default, metadata=dict(help=help, low=low, high=high, choices=choices, resumable=resumable))
 
 
 # What --size stands for. Tokens per update = batch_size x gradient_accumulation_steps x block_size.
@@ -70,14 +72,15 @@ SIZES = {
 class Options:
     """All options of train.py. Names are nanoGPT's where it has one."""
     # where things are
-    out_dir: str = opt("out", "folder of the run: checkpoints, log.csv, config.json", sample=True, resumable=True)
+    out_dir: str = opt("out", "folder of the run: checkpoints, log.csv, config.json", resumable=True)
     data: str = opt("python", "data set name, or path of a text file or folder: see prepare_data.py")
     tokenizer: str = opt("auto", "char, byte, gpt2 or any tiktoken name; auto is char for texts")
     init_from: str = opt("", "start from the weights and tokenizer of this checkpoint (fine-tuning)")
     resume: bool = opt(False, "go on from last.pt in out_dir")
     overwrite: bool = opt(False, "replace the run that is in out_dir")
     # model
-    size: str = opt(None, "preset of the options marked 'by size'; default: small on cuda, else baby", choices=tuple(SIZES))
+    size: str = opt(None, "preset of the options marked 'by size' (default: small on cuda, else baby)",
+                    choices=tuple(SIZES))
     norm_mode: str = opt("geo", "how a sublayer's output enters the residual stream", choices=tuple(NORM_MODES))
     n_layer: int = opt(None, "blocks (by size)", 1, 10_000)
     n_head: int = opt(None, "attention heads per block (by size)", 1, 10_000)
@@ -87,7 +90,7 @@ class Options:
     entry_norm: bool = opt(True, "RMSNorm right after the embedding; False is the papers' form, geo needs True")
     geo_decay: str = opt("harmonic", "geo: how the step shrinks with depth", choices=tuple(GEO_DECAYS))
     geo_alpha: float = opt(1.0, "geo: step of the first block", 1e-6, 1e6)
-    geo_max_angle: float = opt(math.pi / 4, "geo: most radians a sublayer may turn the stream; 0: no clamp", 0.0, math.pi)
+    geo_max_angle: float = opt(math.pi / 4, "geo: most radians a sublayer may turn the stream; 0: no clamp", 0, math.pi)
     tie_weights: bool = opt(None, "share embedding and head; untied the head starts at zero (by size)")
     # optimisation
     optimizer: str = opt("adamw", "muon takes the hidden matrices, with adamw for the rest", choices=("adamw", "muon"))
@@ -102,7 +105,7 @@ class Options:
     beta1: float = opt(0.9, "AdamW, memory of the gradient", 0.0, 0.9999999)
     beta2: float = opt(None, "AdamW, memory of its square; 0.99 for small batches (by size)", 0.0, 0.9999999)
     grad_clip: float = opt(1.0, "largest gradient norm, 0 for no clipping", 0.0, 1e9)
-    seed: int = opt(1337, "of weights, batches and dropout, or of the sampled text", 0, 2**31 - 1, sample=True)
+    seed: int = opt(1337, "of weights, batches and dropout, or of the sampled text", 0, 2**31 - 1)
     # evaluation and logging
     eval_interval: int = opt(None, "steps between evaluations, each of which saves (by size)", 1, 10**9, resumable=True)
     eval_iters: int = opt(50, "batches per evaluation; 0 is the whole validation set", 0, 10**9, resumable=True)
@@ -110,18 +113,29 @@ class Options:
     log_interval: int = opt(10, "steps between rows of log.csv", 1, 10**9, resumable=True)
     sample_interval: int = opt(0, "steps between samples printed on the way, 0 for none", 0, 10**9, resumable=True)
     # sampling
-    prompt: str = opt("", "text to continue, or FILE:prompt.txt", sample=True, resumable=True)
-    num_samples: int = opt(1, "texts to print; 0 for none", 0, 10**6, sample=True, resumable=True)
-    max_new_tokens: int = opt(500, "length of each", 0, 10**7, sample=True, resumable=True)
-    temperature: float = opt(0.8, "0: greedy, 1: the model's own distribution", 0.0, 1e6, sample=True, resumable=True)
-    top_k: int = opt(200, "sample among the k likeliest tokens, 0 for all", 0, 10**9, sample=True, resumable=True)
-    top_p: float = opt(1.0, "and among the likeliest that reach this probability together", 0.0, 1.0, sample=True,
-                       resumable=True)
+    prompt: str = opt("", "text to continue, or FILE:prompt.txt", resumable=True)
+    num_samples: int = opt(1, "texts to print; 0 for none", 0, 10**6, resumable=True)
+    max_new_tokens: int = opt(500, "length of each", 0, 10**7, resumable=True)
+    temperature: float = opt(0.8, "0: greedy, 1: the model's own distribution", 0.0, 1e6, resumable=True)
+    top_k: int = opt(200, "sample among the k likeliest tokens, 0 for all", 0, 10**9, resumable=True)
+    top_p: float = opt(1.0, "and among the likeliest that reach this probability together", 0, 1, resumable=True)
     # machine
-    device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the first of cuda, mps, cpu", sample=True, resumable=True)
+    device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the first of cuda, mps, cpu", resumable=True)
     dtype: str = opt("auto", "of the matrix products; auto is bfloat16 on a cuda that has it, else float32",
-                     choices=("auto", "float32", "bfloat16", "float16"), sample=True)
+                     choices=("auto", "float32", "bfloat16", "float16"))
     compile: bool = opt(None, "torch.compile: slow to start, faster after (default: on cuda only)", resumable=True)
+
+
+# The options that each command takes.
+MODEL_OPTIONS = [f.name for f in fields(Options) if f.name in GPTConfig.__dataclass_fields__]
+SAMPLING_OPTIONS = ["prompt", "num_samples", "max_new_tokens", "temperature", "top_k", "top_p"]
+ONE_RUN_OPTIONS = ["init_from", "resume", "eval_only", "sample_interval", *SAMPLING_OPTIONS]
+COMMAND_OPTIONS = {
+    "train": [f.name for f in fields(Options)],
+    "sample": ["out_dir", *SAMPLING_OPTIONS, "seed", "device", "dtype"],
+    "compare": [f.name for f in fields(Options) if f.name not in ONE_RUN_OPTIONS],
+    "probe": ["out_dir", "data", "tokenizer", "size", *MODEL_OPTIONS, "batch_size", "seed", "device", "dtype"],
+}
 
 
 def parse_value(f, text):
@@ -146,6 +160,12 @@ def parse_value(f, text):
     return value
 
 
+def parse_list(f, text):
+    """"a,b,c" -> the values of option f, each once; a path that holds a comma is one value."""
+    parts = [text] if f.type is str and Path(text).exists() else text.split(",")
+    return list(dict.fromkeys(parse_value(f, part) for part in parts))
+
+
 def whole(text):
     """"12" or "1e4" -> int; ValueError for what is no whole number."""
     value = float(text)
@@ -164,7 +184,7 @@ def parse_args(argv):
     command, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("train", argv)
     if command not in COMMANDS:
         raise UserError(f"no command {command!r}; it is one of {', '.join(COMMANDS)}{closest(command, COMMANDS)}")
-    own = [f for f in fields(Options) if command in f.metadata["commands"]]
+    own = [f for f in fields(Options) if f.name in COMMAND_OPTIONS[command]]
     parser = Parser(prog=f"train.py {command}", description=COMMANDS[command].__doc__, allow_abbrev=False,
                     usage=f"python train.py {command} [--option value ...]",
                     epilog="Commands: " + ", ".join(COMMANDS) + ". See the top of train.py for examples.")
@@ -185,10 +205,13 @@ def parse_args(argv):
     found, unknown = parser.parse_known_args(joined)
     if unknown:
         word = unknown[0].split("=")[0]
-        belongs = [c for f in fields(Options) if f"--{f.name}" == word for c in f.metadata["commands"]]
+        belongs = [other for other, names in COMMAND_OPTIONS.items() if word.removeprefix("--") in names]
         hint = f"; it belongs to {' and '.join(belongs)}" if belongs else closest(word, [f"--{f.name}" for f in own])
         raise UserError(f"train.py {command} has no option {word}{hint}; see --help")
-    return command, {f.name: parse_value(f, vars(found)[f.name]) for f in own if f.name in found}
+    texts = [(f, getattr(found, f.name)) for f in own if f.name in found]
+    if command == "compare":  # any option may be a list
+        return command, {f.name: parse_list(f, text) for f, text in texts}
+    return command, {f.name: parse_value(f, text) for f, text in texts}
 
 
 def resolve(given):
@@ -282,7 +305,7 @@ def write_atomically(path, write):
 
 
 def file_error(e, path):
-    """UserError for an OSError about path: a disk that fails is a failed run, any other reason is for the user to mend."""
+    """UserError for an OSError about path: a failing disk is a failed run, any other reason is for the user to mend."""
     failed = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     remedy = "make room, then go on with --resume" if failed else "choose another folder"
     return UserError(f"cannot use {path} ({e.strerror or e}); {remedy}", code=1 if failed else 2)
@@ -310,6 +333,21 @@ def load_model(checkpoint, path, **changes):
         return model, prepare_data.tokenizer_from_spec(checkpoint["tokenizer"])
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as e:
         raise UserError(f"{path} is of another model: {' '.join(str(e).split())[:200]}") from None
+
+
+def write_json(path, content):
+    write_atomically(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
+
+
+def write_csv(path, columns, rows):
+    text = "".join(",".join(map(str, line)) + "\n" for line in [columns, *([row[c] for c in columns] for row in rows)])
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def read_log(path):
+    """Rows of a log.csv, numbers as numbers and empty cells as None."""
+    with open(path, newline="") as file:
+        return [{name: float(value) if value else None for name, value in row.items()} for row in csv.DictReader(file)]
 
 
 def versions():
@@ -357,6 +395,10 @@ def lock(out_dir):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Training
+
+class NotFinite(UserError):
+    """The loss or the gradient is not finite any more: the run has failed."""
+
 
 def get_lr(step, o):
     """Learning rate of update number `step` (from 0): linear warmup, then a cosine from learning_rate to min_lr."""
@@ -453,7 +495,7 @@ class Run:
         return ids.to(self.device)
 
     def losses(self):
-        """[(step, loss, gradient norm), ...] of the updates since the last log row. UserError if one is not finite."""
+        """[(step, loss, gradient norm), ...] of the updates since the last log row. NotFinite if one is not."""
         fresh = [row for row in self.pending if torch.is_tensor(row[1])]
         if fresh:  # one read for all of them
             values = torch.stack([torch.stack((loss, norm)) for _, loss, norm in fresh]).tolist()
@@ -462,7 +504,7 @@ class Run:
             # fp16's scaler finds its scale by overflowing: it skips such a step, which is no error
             if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
                 what = "gradient" if math.isfinite(loss) else "loss"
-                raise UserError(f"the {what} of step {step} is not finite; the last good checkpoint was left alone; "
+                raise NotFinite(f"the {what} of step {step} is not finite; the last good checkpoint was left alone; "
                                 "lower --learning_rate or raise --warmup_iters", code=1)
         return self.pending
 
@@ -508,13 +550,16 @@ def save(run, name):
 class Progress:
     """The run as a person sees it: a live bar on a terminal, plain lines where the output is none."""
 
-    def __init__(self, o, first_step):
-        self.total, self.first, self.began, self.shown = o.max_iters, first_step, time.perf_counter(), {}
-        self.bar = tqdm(total=o.max_iters, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
+    def __init__(self, o, first_step, description):
+        self.total, self.first, self.shown = o.max_iters, first_step, {}
+        self.began = time.perf_counter()  # moved on by the time that evaluations take, which is not training
+        self.bar = tqdm(total=o.max_iters, initial=first_step, desc=description, unit="step", dynamic_ncols=True,
+                        disable=None, leave=not description)
+        self.name = f"{description}, " if description else ""
 
     def rate(self, step):
-        """Steps per second since the start, or 0 at the first one."""
-        return (step - self.first) / (time.perf_counter() - self.began)
+        """Updates per second so far."""
+        return (step - self.first) / max(time.perf_counter() - self.began, 1e-9)
 
     def show(self, step, row, tokens_per_step):
         """Take up one row of log.csv; a row with an evaluation becomes a line."""
@@ -523,7 +568,7 @@ class Progress:
         self.bar.set_postfix(self.shown | {"tok/s": f"{self.rate(step) * tokens_per_step:,.0f}"})
         if "val_loss" in row:
             left = (self.total - step) / self.rate(step) if step > self.first else 0
-            self.write(f"step {step:>6}: loss {self.shown['loss']}, val {self.shown['val']}, "
+            self.write(f"{self.name}step {step:>6}: loss {self.shown['loss']}, val {self.shown['val']}, "
                        f"{self.rate(step) * tokens_per_step:,.0f} tokens/s, {tqdm.format_interval(left)} left")
 
     def write(self, text):
@@ -532,12 +577,12 @@ class Progress:
         self.bar.refresh()
 
 
-def fit(run, log):
+def fit(run, log, description=None):
     """
     Train up to max_iters updates; returns the last validation loss. At the top of a step evaluate, save and sample when
     due, leave if it was the last, then make exactly one update. A signal saves at the next boundary and raises Stopped.
     """
-    o, progress = run.o, Progress(run.o, run.step)
+    o, progress = run.o, Progress(run.o, run.step, description)
     run.model.train()
     with progress.bar, signals_as_flag() as signals:
         while True:
@@ -547,6 +592,8 @@ def fit(run, log):
                 raise Stopped(f"stopped by a signal at step {run.step} and saved; go on with: "
                               f"python train.py --resume --out_dir {o.out_dir}", signals[0])
             if last or run.step % o.eval_interval == 0:
+                run.losses()  # waits for the device, and raises NotFinite before anything is saved
+                paused = time.perf_counter()
                 val_loss = run.estimate_loss()
                 if val_loss < run.best_val:
                     run.best_val = val_loss
@@ -554,6 +601,7 @@ def fit(run, log):
                 # Before the row is written and `pending` emptied: a resume begins right here and does both again.
                 save(run, "last.pt")
                 row["val_loss"] = f"{val_loss:.6f}"
+                progress.began += time.perf_counter() - paused
             if run.pending and (last or run.step % o.log_interval == 0):
                 losses, run.pending = run.losses(), []
                 row |= {"loss": f"{np.mean([loss for _, loss, _ in losses]):.6f}",
@@ -603,7 +651,6 @@ def speak(model, tokenizer, o):
 # ----------------------------------------------------------------------------------------------------------------------
 # Commands
 
-MODEL_OPTIONS = tuple(f.name for f in fields(Options) if f.name in GPTConfig.__dataclass_fields__)
 RUN_FILES = ("last.pt", "best.pt", "log.csv", "config.json")
 
 
@@ -652,15 +699,18 @@ def open_tokens(folder, o):
     return tokens, sizes | {"sha256": prepare_data.read_meta(folder).get("source", {}).get("sha256")}
 
 
-def new_model(o, tokenizer):
-    """GPT of the options' shape, initialised from their seed."""
-    bpe = tokenizer.name not in ("char", "byte")  # 50257 pads up to 50304: a GPU's matrix units like multiples of 64
+def model_config(o, vocab_size=1, vocab_multiple=1):
+    """GPTConfig of the options' shape; UserError where they make no model."""
     try:
-        config = GPTConfig(vocab_size=tokenizer.vocab_size, vocab_multiple=64 if bpe else 1,
-                           **{name: getattr(o, name) for name in MODEL_OPTIONS})
+        return GPTConfig(vocab_size, vocab_multiple=vocab_multiple, **{n: getattr(o, n) for n in MODEL_OPTIONS})
     except ValueError as e:
         raise UserError(str(e)) from None
-    model = GPT(config)
+
+
+def new_model(o, tokenizer):
+    """GPT of the options' shape for this tokenizer, initialised from the options' seed."""
+    bpe = tokenizer.name not in ("char", "byte")  # 50257 pads up to 50304: a GPU's matrix units like multiples of 64
+    model = GPT(model_config(o, tokenizer.vocab_size, 64 if bpe else 1))
     torch.manual_seed(o.seed)  # after the constructor: what a mode of your own draws there shifts nobody's start
     model.init_weights()
     return model
@@ -698,8 +748,8 @@ def start_run(given):
     run = Run(o, model, tokenizer, tokens, data)
     if o.resume:
         if checkpoint["data"] != data:
-            raise UserError(f"the data in {folder} has changed since {path} was saved: it was {checkpoint['data']} and is "
-                            f"{data}")
+            raise UserError(f"the data in {folder} has changed since {path} was saved: it was {checkpoint['data']} and "
+                            f"is {data}")
         run.load_state(checkpoint)
     return run
 
@@ -719,10 +769,10 @@ def train(given):
         about = {"options": asdict(o), "model": asdict(run.model.config), "parameters": run.model.num_params(),
                  "data": run.data, "device": str(run.device), "dtype": run.dtype,
                  "versions": versions()}
-        write_atomically(out_dir / "config.json", lambda file: file.write(json.dumps(about, indent=1).encode()))
+        write_json(out_dir / "config.json", about)
         epochs = o.max_iters * run.tokens_per_step / len(run.tokens["train"])
         print(f"{o.norm_mode}, {run.model.num_params():,} parameters, on {run.device} in {run.dtype}; "
-              f"{len(run.tokens['train']):,} training tokens, read {epochs:.2f} times in {o.max_iters} steps", flush=True)
+              f"{o.max_iters} steps read {len(run.tokens['train']):,} training tokens {epochs:.2f} times", flush=True)
         with Log(out_dir / "log.csv", before_step=run.step if o.resume else 0) as log:
             val_loss = fit(run, log)
     print(f"done: val loss {val_loss:.4f}, best {run.best_val:.4f}; python train.py sample --out_dir {o.out_dir}\n")
@@ -741,7 +791,286 @@ def sample(given):
         print("-" * 80) if o.num_samples > 1 else None
 
 
-COMMANDS = {"train": train, "sample": sample}
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparing
+
+RESULT_COLUMNS = {"variant": str, "learning_rate": float, "seed": int, "parameters": int, "start_loss": float,
+                  "val_loss": float, "tokens_per_s": float}
+
+
+def plan(lists):
+    """
+    The runs of a compare: {(variant, learning_rate, seed): given options}, the product of all lists. A variant is named
+    by what tells it from the others; geo's own options make no variants of the other modes.
+    """
+    varied = [name for name, values in lists.items() if len(values) > 1 and name not in ("learning_rate", "seed")]
+    runs = {}
+    for values in itertools.product(*lists.values()):
+        given = dict(zip(lists, values, strict=True))
+        if given.get("norm_mode", "geo") != "geo":
+            given = {name: value for name, value in given.items() if not name.startswith("geo_")}
+        o = resolve(given)
+        model_config(o)  # refuse now what would be refused after hours
+        names = [str(given[n]) if n in ("norm_mode", "geo_decay") else f"{n}={given[n]}" for n in varied if n in given]
+        runs.setdefault((" ".join(names) or o.norm_mode, o.learning_rate, o.seed), given)
+    return runs
+
+
+def read_results(path):
+    """Rows of results.csv with numbers as numbers; [] where there is no file yet."""
+    if not path.is_file():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return [{name: RESULT_COLUMNS[name](value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def run_one(given, folder, description):
+    """Train one run of a compare in its folder, or go on with it; returns its row of results.csv but for the name."""
+    resuming = (folder / "last.pt").is_file()
+    run = start_run({**({"resume": True} if resuming else given), "out_dir": str(folder)})
+    folder.mkdir(parents=True, exist_ok=True)
+    batch = probe_batch(run)
+    if not resuming:
+        write_json(folder / "probe-start.json", run.model.probe(*batch))
+    with Log(folder / "log.csv", before_step=run.step) as log:
+        try:
+            val_loss = fit(run, log, description)
+            write_json(folder / "probe-end.json", run.model.probe(*batch))
+        except NotFinite:
+            val_loss = math.nan
+    rows = read_log(folder / "log.csv")
+    return {"learning_rate": run.o.learning_rate, "seed": run.o.seed, "parameters": run.model.num_params(),
+            "start_loss": rows[0]["val_loss"], "val_loss": val_loss,
+            "tokens_per_s": next((row["tokens_per_s"] for row in reversed(rows) if row["tokens_per_s"]), math.nan)}
+
+
+def diverged(row):
+    """A run has diverged if its loss is not finite, or ends at or above where it began."""
+    return not row["val_loss"] < row["start_loss"]
+
+
+def mean_sd(values):
+    """Mean and sample standard deviation; nan for what too few values do not give."""
+    return (np.mean(values) if len(values) else math.nan, np.std(values, ddof=1) if len(values) > 1 else math.nan)
+
+
+def summarise(results):
+    """
+    Rows of results.csv -> one dictionary per variant, in order of appearance, at the variant's best learning rate: the
+    one with the lowest mean loss among those with the fewest diverged runs.
+
+    diff is the mean over common seeds of the variant's loss less the first variant's, diff_se its standard error.
+    """
+    summary, first = [], None
+    for variant in dict.fromkeys(row["variant"] for row in results):
+        by_rate = {}
+        for row in results:
+            if row["variant"] == variant:
+                by_rate.setdefault(row["learning_rate"], []).append(row)
+
+        def badness(rows):
+            return sum(map(diverged, rows)), mean_sd([row["val_loss"] for row in rows if not diverged(row)])[0]
+        rate, rows = min(by_rate.items(), key=lambda item: badness(item[1]))
+        losses = {row["seed"]: row["val_loss"] for row in rows if not diverged(row)}
+        speed = np.mean([row["tokens_per_s"] for row in rows])
+        first = first or (losses, speed)
+        differences = [loss - first[0][seed] for seed, loss in losses.items() if seed in first[0]]
+        mean, sd = mean_sd(list(losses.values()))
+        diff, diff_sd = mean_sd(differences)
+        summary.append({"variant": variant, "learning_rate": rate, "rates": sorted(by_rate),
+                        "parameters": rows[0]["parameters"], "mean": mean, "sd": sd, "diff": diff,
+                        "diff_se": diff_sd / math.sqrt(max(len(differences), 1)), "speed": speed / first[1],
+                        "diverged": sum(map(diverged, rows)), "runs": len(rows),
+                        "all_diverged": sum(diverged(row) for some in by_rate.values() for row in some),
+                        "all_runs": sum(map(len, by_rate.values()))})
+    return summary
+
+
+def plus_minus(mean, spread, digits=4):
+    """"1.6100 ± 0.0040"; the spread is left out, or the whole is "-", where it is not known."""
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:.{digits}f}" if math.isnan(spread) else f"{mean:.{digits}f} ± {spread:.{digits}f}"
+
+
+def table(summary):
+    """The Markdown table of a compare."""
+    several_rates = any(len(row["rates"]) > 1 for row in summary)
+    lines = [f"| variant | learning rate{' (best of)' if several_rates else ''} | parameters | val loss ± sd | "
+             f"difference to {summary[0]['variant']} ± se | tokens/s ratio | diverged |",
+             "|---|---|---|---|---|---|---|"]
+    for i, row in enumerate(summary):
+        rates = f" ({', '.join(f'{rate:g}' for rate in row['rates'])})" if several_rates else ""
+        every = f"; {row['all_diverged']}/{row['all_runs']} at all rates" if several_rates else ""
+        lines.append(f"| {row['variant']} | {row['learning_rate']:g}{rates} | {row['parameters']:,} | "
+                     f"{plus_minus(row['mean'], row['sd'])} | "
+                     f"{plus_minus(row['diff'], row['diff_se']) if i else '-'} | {row['speed']:.2f} | "
+                     f"{row['diverged']}/{row['runs']}{every} |")
+    return "\n".join(lines) + "\n"
+
+
+def compare(lists):
+    """
+    Train every variant, learning rate and seed alike (same batches, same schedule, same draws of the initial weights)
+    and show one table. Any option may be a list: --norm_mode pre,geo --seed 1,2,3 --learning_rate 1e-3,3e-3. The same
+    call goes on where it was interrupted.
+    """
+    out_dir = Path(lists.pop("out_dir", ["out"])[0])
+    overwrite = lists.pop("overwrite", [False])[0]
+    runs = plan(lists)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with lock(out_dir):
+        begun = out_dir / "compare.json"
+        if begun.exists() and not overwrite and json.loads(begun.read_text()) != lists:
+            raise UserError(f"{out_dir} holds another compare; give its options to go on with it, --overwrite to "
+                            "replace it, or another --out_dir")
+        if overwrite:
+            for name in ("results.csv", "table.md", "compare.json"):
+                (out_dir / name).unlink(missing_ok=True)
+            shutil.rmtree(out_dir / "runs", ignore_errors=True)
+        write_json(begun, lists)
+        results = read_results(out_dir / "results.csv")
+        done = {(row["variant"], row["learning_rate"], row["seed"]) for row in results}
+        try:
+            for i, (key, given) in enumerate(tqdm(runs.items(), desc="all runs", unit="run", disable=None), 1):
+                if key in done:
+                    continue
+                description = f"{i}/{len(runs)} {key[0]}, lr {key[1]:g}, seed {key[2]}"
+                results.append({"variant": key[0], **run_one(given, run_folder(out_dir, key), description)})
+                write_csv(out_dir / "results.csv", RESULT_COLUMNS, results)
+        except Stopped as e:
+            raise Stopped("stopped and saved; the same command goes on from here", e.code - 128) from None
+    ordered = sorted(results, key=lambda row: list(runs).index((row["variant"], row["learning_rate"], row["seed"])))
+    summary = summarise(ordered)
+    text = table(summary)
+    write_atomically(out_dir / "table.md", lambda file: file.write(text.encode()))
+    print(f"\n{text}")
+    draw_compare(out_dir, summary, ordered)
+
+
+def run_folder(out_dir, key):
+    """Where a compare keeps the run (variant, learning_rate, seed)."""
+    variant, rate, seed = key
+    return out_dir / "runs" / f"{variant.replace(' ', '_').replace('/', '_')}-lr{rate:g}-seed{seed:g}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Looking inside
+
+def probe_batch(run):
+    """The first batch of an evaluation, (x, y), on the run's device: the same one for every run on the same data."""
+    window = run.to_device(next(eval_batches(run.tokens["val"], run.o)))
+    return window[:, :-1], window[:, 1:]
+
+
+def probe(given):
+    """
+    Show what each sublayer does to the stream, by GPT.probe on one batch of validation data: of the last.pt in
+    --out_dir, or, where model options are given, of a fresh model of that shape.
+    """
+    fresh = any(name in given for name in (*MODEL_OPTIONS, "size", "data", "tokenizer", "batch_size", "seed"))
+    if fresh:
+        run = start_run({**given, "eval_only": True})
+        out_dir = Path(given.get("out_dir", f"out-probe-{run.o.norm_mode}"))
+    else:
+        run = start_run({**given, "resume": True})
+        out_dir = Path(run.o.out_dir)
+    rows = run.model.probe(*probe_batch(run))
+    columns = list(rows[0])
+    print(f"{run.o.norm_mode}, {'before training' if fresh else f'after {run.step} steps'}, {run.o.data}")
+    print("".join(f"{column:>12}" for column in columns))
+    for row in rows:
+        print("".join(f"{value:>12}" if isinstance(value, str) else f"{value:>12.4g}" for value in row.values()))
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_csv(out_dir / "probe.csv", columns, rows)
+    when = "start" if fresh else "end"
+    draw_depth(out_dir, {when: {run.o.norm_mode: rows}}, prefix="probe-")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+# One colour and dash per mode, the same in every picture: Okabe and Ito's palette, which colour-blind readers can tell
+# apart; the modes beyond its eight colours differ in their dashes.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#B8A800")
+STYLES = [(color, dash) for dash in ("-", "--", ":") for color in PALETTE]
+DEPTH_PICTURES = {"rms": "RMS of the stream", "grad_norm": "gradient norm of the sublayer", "angle": "angle turned"}
+
+
+def style(name, names):
+    """(colour, dash) of a curve: the mode's own where the curves are modes, else by position."""
+    order = list(NORM_MODES) if all(n in NORM_MODES for n in names) else list(names)
+    return STYLES[order.index(name) % len(STYLES)]
+
+
+def pyplot():
+    """matplotlib.pyplot, or None and one line that says how to get it."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")  # draw into files: no window, no display needed
+        from matplotlib import pyplot as plt
+    except ImportError:
+        print("no pictures: they need matplotlib (pip install matplotlib)")
+        return None
+    # an opaque white ground is readable on a light page and on a dark one
+    plt.rcParams.update({"figure.facecolor": "white", "axes.grid": True, "grid.alpha": 0.3, "font.size": 10,
+                         "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 120})
+    return plt
+
+
+def draw_compare(out_dir, summary, results):
+    """The pictures of a compare, each variant at its best learning rate: loss curves and the pictures by depth."""
+    plt = pyplot()
+    if plt is None:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    names = [row["variant"] for row in summary]
+    depth = {"start": {}, "end": {}}
+    for row in summary:
+        runs = [run_folder(out_dir, (r["variant"], r["learning_rate"], r["seed"])) for r in results
+                if (r["variant"], r["learning_rate"]) == (row["variant"], row["learning_rate"])]
+        curves = [{line["step"]: line["val_loss"] for line in read_log(run / "log.csv") if line["val_loss"] is not None}
+                  for run in runs]
+        steps = sorted(set.intersection(*map(set, curves)))
+        losses = np.array([[curve[step] for step in steps] for curve in curves])  # (runs, evaluations)
+        color, dash = style(row["variant"], names)
+        axes.plot(steps, losses.mean(0), dash, color=color, label=row["variant"])
+        axes.fill_between(steps, losses.min(0), losses.max(0), color=color, alpha=0.2, linewidth=0)
+        for when, probes in depth.items():
+            files = [run / f"probe-{when}.json" for run in runs if (run / f"probe-{when}.json").is_file()]
+            if files:
+                probes[row["variant"]] = json.loads(files[0].read_text())
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)", title="mean over seeds; band: lowest to highest")
+    axes.legend()
+    figure.savefig(out_dir / "loss.png")
+    plt.close(figure)
+    print(f"pictures: {out_dir / 'loss.png'}", end="")
+    draw_depth(out_dir, depth)
+
+
+def draw_depth(out_dir, depth, prefix=""):
+    """Draw rms, grad_norm and angle by sublayer. depth: {"start" or "end": {curve's name: rows of GPT.probe}}."""
+    plt = pyplot()
+    if plt is None:
+        return
+    for key, label in DEPTH_PICTURES.items():
+        figure, panels = plt.subplots(1, len(depth), figsize=(5.5 * len(depth), 4), layout="constrained", squeeze=False,
+                                      sharey=key != "grad_norm")
+        for axes, (when, probes) in zip(panels[0], depth.items(), strict=True):
+            for name, rows in probes.items():
+                color, dash = style(name, probes)
+                axes.plot(range(1, len(rows) + 1), [row[key] for row in rows], dash, color=color, marker=".",
+                          label=name)
+            axes.set(xlabel="sublayer (attention, MLP, attention, ...)", ylabel=label, title=f"{when} of training",
+                     yscale="linear" if key == "angle" else "log")
+        panels[0][0].legend()
+        figure.savefig(out_dir / f"{prefix}{key}.png")
+        plt.close(figure)
+        print(f" {out_dir / f'{prefix}{key}.png'}", end="")
+    print()
+
+
+COMMANDS = {"train": train, "sample": sample, "compare": compare, "probe": probe}
 
 
 def main(argv=None):
