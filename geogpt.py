@@ -576,8 +576,8 @@ class Reorder(Residual):
 
 @norm_mode("lns")
 class LayerNormScaling(Residual):
-    """LayerNorm Scaling (arXiv 2502.05795): Pre-Norm whose deeper blocks read a smaller input, against the growth of the
-    stream. It takes the place of GPT-2's 1/sqrt(2L), which is left out."""
+    """LayerNorm Scaling (arXiv 2502.05795): Pre-Norm whose deeper blocks read a smaller input, so that the stream grows
+    less. It takes the place of GPT-2's 1/sqrt(2L), which is left out."""
     norms = ("N",)
 
     def forward(self, x):
@@ -603,7 +603,7 @@ class MixLN(Residual):
 
 @norm_mode("keel")
 class Keel(Residual):
-    """Keel (arXiv 2601.19895): Post-Norm whose stream weighs as much as all 2L sublayers together, with an inner norm."""
+    """Keel (arXiv 2601.19895): Post-Norm with an inner norm, and a stream that weighs as much as all 2L sublayers."""
     norms = ("N_in", "N_out")
     final_norm = False
 

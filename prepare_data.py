@@ -14,10 +14,11 @@ The result is a folder, data/NAME-TOKENIZER beside this file unless --out names 
     train.bin, val.bin    token ids, little-endian uint16, or uint32 where the vocabulary needs it, and nothing else
     meta.json             the tokenizer, vocabulary size, token counts, and the sha256 of the source
 
-Validation is the last tenth of the characters. Of MANY documents or more (files of a folder, lines of a .jsonl file) it
+Validation is the last tenth of the characters. Of 20 documents or more (files of a folder, lines of a .jsonl file) it
 is a tenth of them: document number i, from 0 and not counting empty ones, where crc32 of the decimal digits of i is a
-multiple of 10. Where there is more than one document, each ends in a blank line (char, byte) or in the end-of-text token
+multiple of 10. Where there is more than one document, each ends in a blank line (char, byte) or the end-of-text token
 (BPE); a single text is kept exactly as it is. A folder is built beside its place and renamed when it is whole.
+Downloads are kept in data/downloads for another tokenizer; once the tokens are there they may be deleted.
 """
 import argparse
 import codecs
@@ -90,6 +91,7 @@ DATA_ROOT = Path(__file__).resolve().parent / "data"
 ENDINGS = (".txt", ".md", ".py", ".jsonl")  # each also with .gz behind it
 MANY = 20  # from so many documents on, validation is a tenth of them and no longer the end of the text
 FORMAT = 1  # goes up when the same source would give other tokens, so that old folders are made anew
+GPT2_META = {"tokenizer": {"name": "gpt2", "vocab_size": 50257}, "vocab_size": 50257, "dtype": "uint16"}
 SHARD_MAGIC, SHARD_HEADER_BYTES = 20240520, 1024  # a shard starts with 256 int32: magic, version 1, token count, zeros
 
 
@@ -155,7 +157,8 @@ class CharTokenizer(Tokenizer):
         ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
         if len(ids) and ids.min() < 0:
             raise UserError(f"the text holds {name_char(text[int(np.argmax(ids < 0))])}, which is none of the "
-                            f"{self.vocab_size} characters of this tokenizer; leave it out, or train with --tokenizer byte")
+                            f"{self.vocab_size} characters of this tokenizer; leave it out, or train with --tokenizer "
+                            "byte")
         return ids
 
     def decode(self, ids):
@@ -181,7 +184,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-pair encoding of tiktoken. Its tables are loaded when first needed: training on ready-made tokens is not."""
+    """A byte-pair encoding of tiktoken. Its tables are loaded when first needed: training on tokens needs none."""
 
     def __init__(self, name, vocab_size=None):
         names = import_tiktoken(name).list_encoding_names()
@@ -222,20 +225,14 @@ class BPETokenizer(Tokenizer):
         return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
 
     def decode(self, ids):
-        """Bytes that are no UTF-8 become U+FFFD, and so do ids that the vocabulary leaves out (cl100k_base has some)."""
-        ids = np.asarray(ids, dtype=np.int64).tolist()
-        try:
-            return self.encoding.decode(ids)
-        except KeyError:
-            known = {i: self.encoding.decode_single_token_bytes(i) for i in set(ids) if self.has(i)}
-            return b"".join(known.get(i, "\ufffd".encode()) for i in ids).decode("utf-8", "replace")
+        """Bytes that are no UTF-8 become U+FFFD, and so do ids that the vocabulary skips (cl100k_base skips some)."""
+        return b"".join(map(self.bytes_of, np.asarray(ids, dtype=np.int64).tolist())).decode("utf-8", "replace")
 
-    def has(self, i):
-        """Whether an id stands for anything."""
+    def bytes_of(self, token_id):
         try:
-            return bool(self.encoding.decode_single_token_bytes(i))
+            return self.encoding.decode_single_token_bytes(token_id)
         except KeyError:
-            return False
+            return "\ufffd".encode()
 
     def spec(self):
         return {"name": self.name, "vocab_size": self.vocab_size}
@@ -331,18 +328,19 @@ def read_jsonl(path, bar=None):
     with opened(path, bar) as file:
         for number, line in enumerate(file, start=1):
             try:
-                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")) if line.strip() else {"text": ""}
-                text = record["text"]
+                line_text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = json.loads(line_text)["text"] if line.strip() else ""
                 text.encode()  # a lone surrogate, "\ud800", passes as JSON, but no text has one
             except UnicodeDecodeError as e:
                 raise not_utf8(path, offset + e.start, e) from None
             except UnicodeEncodeError as e:
-                raise UserError(f"{path} line {number}: {name_char(e.object[e.start])} in \"text\" is half a character; "
-                                "mend or drop the line") from None
+                raise UserError(f"{path} line {number}: {name_char(e.object[e.start])} is half a character; mend or "
+                                "drop the line") from None
             except (ValueError, RecursionError) as e:
                 raise UserError(f"{path} line {number} is not JSON ({e}); mend or drop the line") from None
             except (TypeError, KeyError, AttributeError):
-                raise UserError(f"{path} line {number} is no object with a string \"text\"; mend or drop the line") from None
+                raise UserError(f"{path} line {number} is no object with a string \"text\"; mend or drop the "
+                                "line") from None
             offset += len(line)
             yield text
 
@@ -362,7 +360,10 @@ class Source:
 
     @cached_property
     def files(self):
-        return self.list_files()
+        files = self.list_files()
+        if not files:
+            raise UserError(f"the data set {self.name} has no files here; take another one")
+        return files
 
     def documents(self, bar=None):
         """Yield every document that is not empty, as an iterable of strings."""
@@ -388,7 +389,7 @@ class Source:
         sums = [(sha256_of(path), path.name) for path in self.files]
         if len(sums) == 1:
             return sums[0][0]
-        return sha256_of_bytes("".join(f"{digest} {name}\n" for digest, name in sums).encode("utf-8", "surrogateescape"))
+        return sha256_of_bytes(os.fsencode("".join(f"{digest} {name}\n" for digest, name in sums)))
 
 
 def sha256_of_bytes(data):
@@ -411,12 +412,10 @@ def find_source(data, limit, downloads):
     """The Source that a name or a path stands for. Downloads nothing yet. UserError for what is neither."""
     if data == "python":
         return Source(data, data, {"python": platform.python_version()}, python_files)
-    if data == "shakespeare":
-        return Source(data, data, {}, lambda: [download_known(data, "", downloads)], fixed=True)
-    if data == "arxiv":
-        return Source(data, data, {}, lambda: [download_known(data, "", downloads)], fixed=True)
     if data == "books":
         return Source(data, data, {"limit": limit}, lambda: book_files(limit, downloads), fixed=True)
+    if data in DATASETS:
+        return Source(data, data, {}, lambda: [download_known(data, "", downloads)], fixed=True)
     path = Path(data).expanduser().resolve()
     stem = re.sub(r"[^\w.-]+", "_", path.name.split(".")[0], flags=re.ASCII)[:40]
     label = f"{stem}-{sha256_of_bytes(os.fsencode(path))[:8]}"  # two books of one name are two data sets
@@ -436,13 +435,14 @@ def path_files(path, data):
     endings = f"{', '.join(ENDINGS)}, each also .gz"
     if path.is_file():
         if not has_ending(path):
-            raise UserError(f"{path} does not end in {endings}; rename it if it is text, or name the folder of token files")
+            raise UserError(f"{path} does not end in {endings}; rename it if it is text, or name its folder if it "
+                            "holds tokens")
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty; give a file with text")
         return [path]
-    if not path.is_dir():
-        raise UnknownData(f"there is no data set or file {data!r}{closest(data, DATASETS)}; give the path of a text or one of "
-                          f"{', '.join(DATASETS)}")
+    if not data or not path.is_dir():
+        raise UnknownData(f"there is no data set or file {data!r}{closest(data, DATASETS)}; give the path of a text or "
+                          f"one of {', '.join(DATASETS)}")
     found = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if has_ending(file))
     files = [file for name, file in found if file.is_file() and not name.startswith(".") and "/." not in name]
     if not files:
@@ -495,15 +495,15 @@ def download_known(dataset, name, folder):
 
 def download(url, path, size=None, sha256=None):
     """
-    Download url to path, unless it is there. What arrived is kept in path + ".part", and the next try goes on from there,
-    in this call or a later one. size: bytes, sha256: hex digest, where known; a sha256 that the server states counts too.
-    Raises UserError (code 1) when the server refuses or RETRIES have been in vain.
+    Download url to path, unless it is there, and return path. What arrived is kept in path + ".part", and the next try
+    goes on from there, in this call or a later one. size: bytes, sha256: hex digest, where known; a sha256 that the
+    server states counts too. Raises UserError (code 1) when the server refuses or RETRIES have been in vain.
     """
     part = path.with_name(path.name + ".part")
     with locked(path):
-        if path.exists() and size in (None, path.stat().st_size):
+        if path.exists() and size in (None, path.stat().st_size) and sha256 in (None, sha256_of(path)):
             return path
-        reason = ""
+        reason, remedy = "", "run the same command again to go on where it stopped"
         for attempt in range(RETRIES + 1):
             if attempt:
                 print(f"{url}: {reason}; trying again", file=sys.stderr)
@@ -513,6 +513,7 @@ def download(url, path, size=None, sha256=None):
             except urllib.error.HTTPError as e:
                 reason = f"the server answers {e.code} {e.reason}"
                 if e.code < 500 and e.code not in (408, 429):
+                    remedy = "if it has moved, put its new address into the table at the top of prepare_data.py"
                     break
             except (OSError, http.client.HTTPException) as e:  # cut, stalled, unreachable
                 if getattr(e, "errno", None) in DISK_ERRORS:
@@ -524,16 +525,19 @@ def download(url, path, size=None, sha256=None):
                     os.replace(part, path)
                     return path
                 part.unlink()
-                if "sha256" in reason:
-                    break  # twice the same wrong file: a third time would not help
+                if "sha256" in reason:  # twice a wrong file: a third time would not help
+                    remedy = "it has changed, or something on the way changes it; see the table in prepare_data.py"
+                    break
                 reason = f"its sha256 is {found}, not {expected}"
-        raise UserError(f"{url} cannot be downloaded: {reason}; run the same command again to go on where it stopped", code=1)
+        raise UserError(f"{url} cannot be downloaded: {reason}; {remedy}", code=1)
 
 
 def fetch(url, part, size):
-    """One try: append to `part` what it lacks. Returns the sha256 the server stated, or None; OSError if it stays short."""
+    """One try: append to `part` what it lacks. Returns the sha256 the server states, or None; OSError if it is cut."""
     offset = part.stat().st_size if part.exists() else 0
-    headers = {"User-Agent": "geogpt", "Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
+    headers = {"User-Agent": "geogpt", "Accept-Encoding": "identity"}
+    if offset:
+        headers["Range"] = f"bytes={offset}-"
     redirects = Redirects()
     opener = urllib.request.build_opener(redirects)
     try:
@@ -557,15 +561,14 @@ def fetch(url, part, size):
             offset = 0  # it sends the whole file
         if total is None and not response.chunked:
             raise OSError("the server does not say how long the file is")
-        with open(part, "ab" if offset else "wb") as file, tqdm(
-                total=size or total, initial=offset, unit="B", unit_scale=True, desc=part.stem, disable=None, leave=False) as bar:
+        bar = tqdm(total=size or total, initial=offset, unit="B", unit_scale=True, desc=part.stem, leave=False,
+                   disable=None)
+        with open(part, "ab" if offset else "wb") as file, bar:
             while data := response.read1(1 << 16):
                 file.write(data)
                 bar.update(len(data))
     count, wanted = part.stat().st_size, size or total
     if wanted is not None and count != wanted:
-        if count > wanted:
-            part.unlink()
         raise OSError(f"{count:,} of {wanted:,} bytes came")
     return redirects.sha256 or stated_sha256(response.headers)
 
@@ -575,15 +578,15 @@ def fetch(url, part, size):
 
 PIECE = 1 << 16  # characters; a piece has at most twice as many
 BATCH = 1 << 19  # characters that are tokenised together: enough for every core, and 20 MB of tokens at the worst
-# Places where no tokenizer of tiktoken ever joins two characters: a blank behind something that is none, and a letter or
-# digit before white space or common punctuation. Cut there, the pieces have exactly the tokens of the whole.
+# Places where no tokenizer of tiktoken joins two characters: before a blank that follows none, and between a letter or
+# digit and white space or common punctuation. Cut there, the pieces have exactly the tokens of the whole.
 SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=[\s,.;:!?()。，、])")
 
 
 def recut(chunks):
     """
-    Re-cut a stream of strings into pieces of bounded length, at safe places wherever there is one. tiktoken panics on a
-    million blanks, and a line without end would fill the memory: those are cut anyhow, and still decode to the same text.
+    Re-cut a stream of strings into pieces of bounded length, at safe places wherever there is one. tiktoken panics on
+    a million blanks, and a line without end would fill the memory: those are cut anyhow, and decode to the same text.
     """
     text = ""
     for chunk in chunks:
@@ -599,8 +602,8 @@ def recut(chunks):
 
 
 def survey(documents, alphabet_wanted):
-    """(number of documents, number of characters, set of all characters). Stops at MANY documents unless the alphabet is
-    wanted: then nobody asks for the exact numbers."""
+    """(number of documents, number of characters, set of all characters). Unless the alphabet is wanted it stops at
+    MANY documents, since from there on nobody asks for the numbers."""
     count, length, alphabet = 0, 0, set()
     for document in documents:
         for chunk in document:
@@ -615,8 +618,8 @@ def survey(documents, alphabet_wanted):
 
 def split_pieces(documents, cut, separate, bpe):
     """
-    Yield (split, piece of text), split being "train" or "val". cut: number of characters that go to train, or None to deal
-    out whole documents. Behind each document comes a blank line, or (split, None) for bpe, if `separate` says so.
+    Yield (split, piece of text), split being "train" or "val". cut: number of characters that go to train, or None to
+    deal out whole documents. If `separate`, a blank line follows each document, or (split, None) for bpe.
     """
     seen = 0
     for index, document in enumerate(documents):
@@ -664,33 +667,31 @@ def write_tokens(pieces, tokenizer, folder):
 
 
 def build(source, tokenizer, folder):
-    """Tokenise a source into an empty folder: train.bin, val.bin and, last, meta.json. Returns the meta.json data."""
-    of_text = tokenizer == "char"  # the alphabet is still to be found
-    chars = of_text or isinstance(tokenizer, CharTokenizer)
-    if not chars:
-        tokenizer.encode("")  # a missing table is told before a long download, not after
+    """Tokenise a source into an empty folder: train.bin, val.bin and, last, meta.json."""
+    if tokenizer != "char":
+        tokenizer.encode("")  # a missing BPE table is told before a long download, not after
     origin = source.options | {"files": len(source.files), "bytes": source.size(), "stat": source.stat(),
                                "sha256": source.sha256()}
     # Few documents are one text, cut by characters, so these are counted first. That reads twice, in flat memory.
+    chars = tokenizer == "char" or isinstance(tokenizer, CharTokenizer)
     count, length, alphabet = survey(source.documents(), alphabet_wanted=chars)
     if count == 0:
         raise UserError(f"{source.name} holds no text: every file is empty")
-    if chars and count > 1:
+    separate = count > 1
+    if chars and separate:
         alphabet.add("\n")
-    if of_text:
+    if tokenizer == "char":
         tokenizer = CharTokenizer("".join(sorted(alphabet)))
-    elif unknown := sorted(alphabet - set(tokenizer.alphabet)) if chars else ():
-        shown = ", ".join(name_char(char) for char in unknown[:10]) + (", ..." if len(unknown) > 10 else "")
-        raise UserError(f"{source.name} holds {len(unknown)} characters that are not among the {tokenizer.vocab_size} of this "
-                        f"tokenizer: {shown}; replace them")
+    elif chars and (unknown := sorted(alphabet - set(tokenizer.alphabet))):
+        shown = ", ".join(map(name_char, unknown[:10])) + (", ..." if len(unknown) > 10 else "")
+        raise UserError(f"{source.name} holds {len(unknown)} characters that are not among the {tokenizer.vocab_size} "
+                        f"of this tokenizer: {shown}; replace them")
     with tqdm(total=source.size(), unit="B", unit_scale=True, desc=source.name[-40:], disable=None) as bar:
-        pieces = split_pieces(source.documents(bar), length * 9 // 10 if count < MANY else None, count > 1, not chars
-                              and tokenizer.name != "byte")
-        counts = write_tokens(pieces, tokenizer, folder)
-    meta = {"tokenizer": tokenizer.spec(), "vocab_size": tokenizer.vocab_size, "dtype": tokenizer.dtype,
-            "train": {"train.bin": counts["train"]}, "val": {"val.bin": counts["val"]}, "source": origin}
-    write_meta(folder, meta)
-    return meta
+        cut = length * 9 // 10 if count < MANY else None
+        bpe = isinstance(tokenizer, BPETokenizer)
+        counts = write_tokens(split_pieces(source.documents(bar), cut, separate, bpe), tokenizer, folder)
+    write_meta(folder, {"tokenizer": tokenizer.spec(), "vocab_size": tokenizer.vocab_size, "dtype": tokenizer.dtype,
+                        "train": {"train.bin": counts["train"]}, "val": {"val.bin": counts["val"]}, "source": origin})
 
 
 def write_meta(folder, meta):
@@ -723,7 +724,7 @@ def locked(target):
             except BlockingIOError:
                 print(f"another process is preparing {target}; waiting for it", flush=True)
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # The one before us removes the lock file when it is done: a lock on what has no name any more locks nothing.
+            # Whoever was before us has removed the lock file, and a lock on a file without a name locks nobody out.
             if same_file(path, file):
                 try:
                     yield
@@ -744,22 +745,24 @@ def prepare(data="python", tokenizer="auto", out_dir=None, shards=None, limit=No
     """
     Tokenise a data set unless that is done already; returns the folder (Path) with its token files and meta.json.
 
-    data: a name in DATASETS, the path of a text file or a folder of them, or of a folder that holds token files already.
+    data: a name in DATASETS, the path of a text file or a folder of them, or of a folder that holds token files.
     tokenizer: "auto", "char", "byte", a tiktoken name, or a Tokenizer, whose vocabulary is kept (for fine-tuning).
     out_dir: the result's folder, else one below root (data/ beside this file). shards: of fineweb, 1 unless given.
     limit: MB of books, 100 unless given. UserError for whatever the user can mend; nothing half-written is left.
     """
     data, root = str(data), Path(root or DATA_ROOT)
     try:
-        check_options(data, shards, limit)
-        if data not in DATASETS and is_token_folder(Path(data).expanduser()):
-            return check_tokenizer(Path(data).expanduser(), tokenizer)
+        check_options(data, out_dir, shards, limit)
+        path = Path(data).expanduser()
+        if data and data not in DATASETS and is_token_folder(path):
+            if out_dir:
+                raise UserError(f"{data} holds tokens already, which are used where they are; leave --out out")
+            return check_tokenizer(path, tokenizer)
         tokenizer, label = choose_tokenizer(data, tokenizer)
         if data == "fineweb":
             return prepare_fineweb(tokenizer, Path(out_dir or root / "fineweb-gpt2"), shards or 1)
         source = find_source(data, limit or 100, root / "downloads")
-        own_alphabet = {} if isinstance(tokenizer, str) or tokenizer.name != "char" else {"alphabet": label}
-        source.options = {"format": FORMAT, "name": source.label} | source.options | own_alphabet
+        source.options = {"format": FORMAT, "name": source.label, "tokenizer": label} | source.options
         return prepare_source(source, tokenizer, Path(out_dir or root / f"{source.label}-{label}"))
     except OSError as e:
         where = e.filename or out_dir or root
@@ -768,17 +771,29 @@ def prepare(data="python", tokenizer="auto", out_dir=None, shards=None, limit=No
         raise UserError(f"{e.strerror or e}: {where}") from None
 
 
-def check_options(data, shards, limit):
+def check_options(data, out_dir, shards, limit):
     """UserError for an option that this data set does not have, or a value it cannot have."""
-    for name, value, owner, most in (("shards", shards, "fineweb", FINEWEB_SHARDS), ("limit", limit, "books", 11_000)):
+    for path in (data, str(out_dir or "")):
+        if not is_path(path):
+            raise UserError(f"{path!r} cannot be a path on this system; leave out what stands there as an escape")
+    owners = ("shards", shards, "fineweb", FINEWEB_SHARDS), ("limit", limit, "books", 11_000)
+    for name, value, owner, most in owners:
         if value is not None and data != owner:
             raise UserError(f"--{name} {value} belongs to the data set {owner}, not to {data!r}; leave it out")
         if value is not None and not 1 <= value <= most:
             raise UserError(f"--{name} {value} is out of range; {owner} has 1 to {most}")
 
 
+def is_path(text):
+    """Whether the system can name a file so; under LC_ALL=C Python may have no bytes for some characters."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def choose_tokenizer(data, tokenizer):
-    """(tokenizer, its part of the folder's name). The tokenizer stays "char" where the alphabet is still to be found."""
+    """(tokenizer, its part of the folder's name). The tokenizer stays "char" where the alphabet is yet to be found."""
     if isinstance(tokenizer, CharTokenizer):  # an alphabet from elsewhere: its folder must not pass for the text's own
         return tokenizer, f"char-{sha256_of_bytes(tokenizer.alphabet.encode())[:8]}"
     if isinstance(tokenizer, Tokenizer):
@@ -790,24 +805,18 @@ def choose_tokenizer(data, tokenizer):
     return ByteTokenizer() if tokenizer == "byte" else BPETokenizer(tokenizer), tokenizer
 
 
-def fits(meta, tokenizer):
-    """Whether a folder's tokens are those of `tokenizer`, a name or a Tokenizer."""
-    return meta["tokenizer"] == tokenizer.spec() if isinstance(tokenizer, CharTokenizer) else (
-        meta["tokenizer"]["name"] == getattr(tokenizer, "name", tokenizer))
-
-
 def check_tokenizer(folder, tokenizer):
-    """Path of a folder of token files that somebody else made, left as it is; UserError if it needs another tokenizer."""
-    meta = read_meta(folder)
-    if tokenizer != "auto" and not fits(meta, tokenizer):
-        asked = getattr(tokenizer, "name", tokenizer)
-        theirs = "that of another text" if asked == meta["tokenizer"]["name"] else meta["tokenizer"]["name"]
-        raise UserError(f"the tokens in {folder} are not of the tokenizer {asked} asked for, but of {theirs}; prepare its text "
-                        "anew")
+    """Path of a folder of ready token files, left as it is; UserError if they are not of the tokenizer asked for."""
+    theirs = read_meta(folder)["tokenizer"]
+    if tokenizer != "auto" and theirs["name"] != getattr(tokenizer, "name", tokenizer):
+        raise UserError(f"the tokens in {folder} are not of the tokenizer {getattr(tokenizer, 'name', tokenizer)}, but "
+                        f"of {theirs['name']}; prepare their text anew")
+    if isinstance(tokenizer, CharTokenizer) and theirs != tokenizer.spec():
+        raise UserError(f"the tokens in {folder} are of another alphabet; prepare their text anew")
     return folder
 
 
-def stale(folder, source, tokenizer):
+def stale(folder, source):
     """None if the folder holds just what is asked for, whole; else why not, "" standing for an empty place."""
     if not (folder / "meta.json").exists():
         return ""
@@ -817,19 +826,17 @@ def stale(folder, source, tokenizer):
             open_splits(folder, meta, split)
     except UserError as e:
         return f"is damaged ({e})"
-    origin = meta.get("source") or {}
-    if not fits(meta, tokenizer) or any(origin.get(name) != value for name, value in source.options.items()):
+    origin = meta["source"]
+    if any(origin.get(name) != value for name, value in source.options.items()):
         return "was prepared from another source or with other options"
-    if origin.keys() & {"alphabet"} != source.options.keys() & {"alphabet"}:
-        return "was prepared with another alphabet"
     if source.fixed:
         return None
     try:
-        source.files  # noqa: B018 - looks whether they are there
+        stat = source.stat()
     except UnknownData:
         print(f"{source.name} is gone; using the tokens that were made of it", flush=True)
         return None
-    if origin["stat"] != source.stat() and origin["sha256"] != source.sha256():
+    if origin.get("stat") != stat and origin.get("sha256") != source.sha256():
         return f"was prepared from an earlier state of {source.name}"
     return None
 
@@ -838,27 +845,25 @@ def check_place(folder):
     """UserError if replacing this folder would lose anything that is not ours."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out the name of a folder")
-    held = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    held = {path.name for path in folder.glob("[!.]*")} if folder.exists() else set()
     if held and ("meta.json" not in held or held - {"meta.json", "train.bin", "val.bin"}):
         raise UserError(f"{folder} holds other files; give --out a new or an empty folder")
 
 
 def prepare_source(source, tokenizer, folder):
-    """prepare() for whatever has to be tokenised: build beside the folder, then rename."""
+    """prepare() for whatever has to be tokenised."""
     folder = Path(os.path.abspath(folder))
-    reason = stale(folder, source, tokenizer)
-    if reason is not None:
+    if stale(folder, source) is not None:
         check_place(folder)
         if not source.fixed:
-            source.files  # noqa: B018 - a wrong path is told before anything is made
+            source.size()  # a wrong path is told before anything is made
         with locked(folder):
-            reason = stale(folder, source, tokenizer)  # another process may have done it meanwhile
+            reason = stale(folder, source)  # another process may have done the work meanwhile
             if reason is not None:
                 if reason:
                     print(f"{folder} {reason}; preparing it again", flush=True)
                 replace_folder(folder, lambda temporary: build(source, tokenizer, temporary))
-                tell(folder)
-                return folder
+                return tell(folder)
     print(f"{folder} is ready: nothing to do", flush=True)
     return folder
 
@@ -881,7 +886,7 @@ def replace_folder(folder, fill):
 
 def prepare_fineweb(tokenizer, folder, shards):
     """prepare() for shards that are tokens already: they are downloaded and used as they are."""
-    if tokenizer.name != "gpt2" if isinstance(tokenizer, Tokenizer) else True:
+    if getattr(tokenizer, "name", tokenizer) != "gpt2":
         raise UserError("fineweb comes in GPT-2 tokens; leave --tokenizer out, or give gpt2")
     folder = Path(os.path.abspath(folder))
     files = {"val": ["fineweb_val_000000.bin"], "train": [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]}
@@ -896,21 +901,30 @@ def prepare_fineweb(tokenizer, folder, shards):
         print(f"{e}; downloading what is missing", flush=True)
     with locked(folder):
         folder.mkdir(exist_ok=True)
-        meta = {"tokenizer": {"name": "gpt2", "vocab_size": 50257}, "vocab_size": 50257, "dtype": "uint16", "source": origin}
+        meta = GPT2_META | {"source": origin}
         for split in SPLITS:
-            paths = [download_known("fineweb", name, folder) for name in files[split]]
-            meta[split] = {path.name: len(open_tokens(path, "uint16")) for path in paths}
+            meta[split] = {name: fineweb_shard(folder, name) for name in files[split]}
         write_meta(folder, meta)
-    tell(folder)
-    return folder
+    return tell(folder)
+
+
+def fineweb_shard(folder, name):
+    """Download a shard if need be, and once more if what is there is damaged; returns its number of tokens."""
+    path = download_known("fineweb", name, folder)
+    try:
+        return len(open_tokens(path, "uint16"))
+    except UserError:
+        path.unlink()
+        return len(open_tokens(download_known("fineweb", name, folder), "uint16"))
 
 
 def tell(folder):
-    """One line on what was prepared."""
+    """One line on what was prepared; returns the folder."""
     meta = read_meta(folder)
     train, val = (sum(meta[split].values()) for split in SPLITS)
-    print(f"prepared {folder}: {train:,} training and {val:,} validation tokens, tokenizer {meta['tokenizer']['name']} with "
-          f"{meta['vocab_size']:,} ids", flush=True)
+    print(f"prepared {folder}: {train:,} training and {val:,} validation tokens, tokenizer {meta['tokenizer']['name']} "
+          f"with {meta['vocab_size']:,} ids", flush=True)
+    return folder
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -929,16 +943,18 @@ def is_token_folder(folder):
 
 def read_meta(folder):
     """
-    The checked content of a folder's meta.json: tokenizer (a spec), vocab_size, dtype, train and val ({file name: number of
-    tokens}), source. A folder without one, but with token files, is taken to be GPT-2 BPE. UserError for anything else.
+    The checked content of a folder's meta.json: tokenizer (a spec), vocab_size, dtype, train and val ({file name:
+    number of tokens}), source. A folder without one, but with token files, is taken to be GPT-2 BPE. Else UserError.
     """
     path = Path(folder) / "meta.json"
     if not path.exists():
         return foreign_meta(Path(folder))
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        good = (tokenizer_from_spec(meta["tokenizer"]).vocab_size == meta["vocab_size"] and meta["dtype"] in ("uint16", "uint32")
-                and all(Path(name).name == name and count >= 0 for split in SPLITS for name, count in meta[split].items()))
+        files = [*meta["train"].items(), *meta["val"].items()]
+        good = (tokenizer_from_spec(meta["tokenizer"]).vocab_size == meta["vocab_size"]
+                and meta["dtype"] in ("uint16", "uint32") and isinstance(meta["source"], dict)
+                and all(Path(name).name == name and count >= 0 for name, count in files))
     except (ValueError, TypeError, KeyError, AttributeError):
         good = False
     if not good:
@@ -949,12 +965,13 @@ def read_meta(folder):
 def foreign_meta(folder):
     """What meta.json would say of token files that another program made, as nanoGPT's openwebtext/prepare.py does."""
     if (folder / "meta.pkl").exists():
-        raise UserError(f"{folder} holds nanoGPT's character tokens, whose alphabet is in a pickle; prepare its text instead")
-    meta = {"tokenizer": {"name": "gpt2", "vocab_size": 50257}, "vocab_size": 50257, "dtype": "uint16", "source": None}
+        raise UserError(f"{folder} holds tokens whose alphabet is in a pickle (meta.pkl), which is not read; prepare "
+                        "their text instead")
+    meta = GPT2_META | {"source": {}}
     for split in SPLITS:
         names = split_names(folder, split) if folder.is_dir() else []
         if not names:
-            raise UserError(f"{folder} holds no {split}.bin; prepare the data again, or name a folder that has both splits")
+            raise UserError(f"{folder} holds no {split}.bin; prepare the data again, or name a folder with both splits")
         meta[split] = {name: len(open_tokens(folder / name, "uint16")) for name in names}
     return meta
 
@@ -976,14 +993,14 @@ def open_tokens(path, dtype, promised=None, vocab_size=None):
                 raise UserError(f"{path} has the header of a token shard, but not of version 1; download it again")
             count = int(header[2])
         if size != offset + count * dtype.itemsize or promised not in (None, count):
-            raise UserError(f"{path} has {size:,} bytes, which are not the {count if promised is None else promised:,} tokens "
-                            "it should hold: it was cut short or replaced; prepare the data again")
-        if vocab_size is not None:  # one pass over the file in flat memory: an id too many would end in a CUDA assertion
+            raise UserError(f"{path} has {size:,} bytes, which are not the {count if promised is None else promised:,} "
+                            "tokens it should hold: it was cut short or replaced; prepare the data again")
+        if vocab_size is not None:  # one pass in flat memory: an id too high would end in a CUDA assertion
             file.seek(offset)
             while len(chunk := np.fromfile(file, dtype, 1 << 22)):
                 if chunk.max() >= vocab_size:
-                    raise UserError(f"{path} holds the id {chunk.max()}, but its tokenizer has only {vocab_size} ids; name the "
-                                    "folder of the right one, or prepare the data again")
+                    raise UserError(f"{path} holds the id {chunk.max()}, but its tokenizer has only {vocab_size} ids; "
+                                    "prepare the data again")
     if count == 0:  # nothing can be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, "r", offset, (count,)).view(np.ndarray)
@@ -1016,7 +1033,7 @@ class TokenStream:
         """The `length` tokens from each of starts (n,): (n, length) int64. IndexError beyond either end."""
         starts = np.asarray(starts)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
-            raise IndexError(f"windows of {length} tokens from {starts.min()} to {starts.max()} leave the {len(self)} there are")
+            raise IndexError(f"windows of {length} from {starts.min()} to {starts.max()} leave the {len(self)} tokens")
         if len(self.arrays) == 1:
             return sliding_window_view(self.arrays[0], length)[starts].astype(np.int64)
         first = np.searchsorted(self.ends, starts, side="right")  # the file in which each window begins
@@ -1025,9 +1042,10 @@ class TokenStream:
         for i in np.unique(first[whole]):
             rows = whole & (first == i)
             out[rows] = sliding_window_view(self.arrays[i], length)[starts[rows] - self.begins[i]]
-        for row in np.flatnonzero(~whole):  # across a seam: from every file the part that lies in the window, mostly nothing
-            places = zip(self.arrays, np.maximum(starts[row] - self.begins, 0), np.maximum(starts[row] + length - self.begins, 0))
-            out[row] = np.concatenate([array[begin:end] for array, begin, end in places])
+        for row in np.flatnonzero(~whole):  # across a seam: of every file what lies in the window, mostly nothing
+            begins = np.maximum(starts[row] - self.begins, 0)
+            ends = np.maximum(starts[row] + length - self.begins, 0)
+            out[row] = np.concatenate([self.arrays[i][begins[i]:ends[i]] for i in range(len(self.arrays))])
         return out
 
 
@@ -1042,13 +1060,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser():
-    rows = [f"    {name:12} {row.about}\n{'':17}{row.disk} on disk; licence: {row.licence}" for name, row in DATASETS.items()]
+    rows = [f"    {name:12} {row.about}\n{'':17}{row.disk} on disk; licence: {row.licence}"
+            for name, row in DATASETS.items()]
     parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
                     description=__doc__ + "\ndata sets:\n\n" + "\n".join(rows))
-    parser.add_argument("data", nargs="?", default="python", help="one of the data sets above, or a path (default: python)")
-    parser.add_argument("--tokenizer", default="auto", help="char, byte, gpt2 or any other name that tiktoken knows (default: "
-                        "gpt2 for fineweb, arxiv and books, char for all else)")
-    parser.add_argument("--out", metavar="DIR", help="folder for the result (default: data/NAME-TOKENIZER beside this file)")
+    parser.add_argument("data", nargs="?", default="python", help="a data set above, or a path (default: python)")
+    parser.add_argument("--tokenizer", default="auto", help="char, byte, gpt2 or any other name that tiktoken knows "
+                        "(default: gpt2 for fineweb, arxiv and books, char for all else)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the result (default: data/NAME-TOKENIZER, see above)")
     parser.add_argument("--shards", type=int, help="fineweb: number of training shards (default: 1)")
     parser.add_argument("--limit", type=int, help="books: megabytes of text (default: 100)")
     return parser

@@ -1022,7 +1022,7 @@ def test_plan_of_a_compare():
     assert set(runs) == {(v, lr, seed) for v in variants for lr in (1e-3, 2e-3) for seed in (1, 2)}
     assert list(dict.fromkeys(v for v, _, _ in runs)) == variants
     assert list(train.plan({"norm_mode": ["pre"], "n_layer": [2, 3], "seed": [5]})) == [
-        ("n_layer=2", 4e-3, 5), ("n_layer=3", 4e-3, 5)]
+        ("n_layer=2", 3e-3, 5), ("n_layer=3", 3e-3, 5)]
     with pytest.raises(train.UserError, match="entry_norm False"):
         train.plan({"norm_mode": ["pre", "geo"], "entry_norm": [True, False]})
 
@@ -1058,7 +1058,7 @@ def test_an_interrupted_compare_equals_an_unbroken_one(book, capsys):
         assert train.main([*command, "--out_dir=broken"]) == 0
     assert len(count) == 16  # 4 runs of 4 updates, none made twice
     assert results_without_time("broken") == results_without_time("whole")
-    for run in ("pre-lr0.004-seed1", "pre-lr0.004-seed2", "geo-lr0.004-seed1", "geo-lr0.004-seed2"):
+    for run in ("pre-lr0.003-seed1", "pre-lr0.003-seed2", "geo-lr0.003-seed1", "geo-lr0.003-seed2"):
         whole, broken = (Path(folder) / "runs" / run for folder in ("whole", "broken"))
         assert differences(checkpoint(whole), checkpoint(broken)) == [] and log_rows(whole) == log_rows(broken)
         for name in ("probe-start.json", "probe-end.json"):
@@ -1100,6 +1100,36 @@ def test_probe_command(book, capsys):
     assert lines == [[f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows]
     assert train.main(["probe", "--norm_mode=peri", f"--data={book}", "--block_size=8", "--device=cpu"]) == 0
     assert "peri, before training" in capsys.readouterr().out and Path("out-probe-peri/probe.csv").exists()
+
+
+def test_bench_measures_every_mode_against_pre(book, capsys):
+    small = ["--n_layer=4", "--n_head=2", "--n_embd=16", "--block_size=8", "--batch_size=2", "--device=cpu", "--max_iters=3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "peak_mb", lambda given: 1.5)  # a process of its own for each mode takes long
+        patch.setattr(train.multiprocessing, "get_context", lambda kind: InProcess())
+        assert train.main(["bench", *small]) == 0
+    header, *rows = (line.split(",") for line in Path("out/bench.csv").read_text().splitlines())
+    assert header == ["norm_mode", "compile", "ms_per_step", "tokens_per_s", "ratio", "peak_mb"]
+    assert [row[:2] for row in rows] == [[mode, "False"] for mode in MODES] and rows[MODES.index("pre")][4] == "1.000"
+    for row in rows:  # 2 x 8 tokens a step
+        assert float(row[3]) == pytest.approx(16e3 / float(row[2]), rel=0.01) and row[5] == "1.5"
+    assert train.process_peak() > 10e6
+
+
+class InProcess:
+    """Stands in for multiprocessing: a pool that runs what it is given at once, here."""
+
+    def Pool(self, processes):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def apply(self, function, args):
+        return function(*args)
 
 
 def test_readme_mode_runs_as_it_stands(book, capsys):

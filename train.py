@@ -9,6 +9,7 @@ Train a small GPT under any norm_mode, and let it speak. The model is in geogpt.
     python train.py sample --out_dir out --prompt "def "     speak from a checkpoint
     python train.py compare --norm_mode pre,post,peri,geo --seed 1,2,3          train all alike, show one table
     python train.py probe --out_dir out                      what each layer does to the stream
+    python train.py bench                                    time and memory of each mode against pre
     python train.py --help                                   every option with its default
 
 A run leaves in out_dir: last.pt (all that a resume needs), best.pt (the weights with the lowest validation loss),
@@ -21,8 +22,10 @@ import errno
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -57,7 +60,7 @@ _LARGE = dict(block_size=512, dropout=0.0, tie_weights=False, max_iters=20_000, 
               gradient_accumulation_steps=8, warmup_iters=500, beta2=0.95, eval_interval=500)
 SIZES = {
     "baby": dict(n_layer=4, n_head=4, n_embd=128, block_size=128, dropout=0.0, tie_weights=True, max_iters=2000,
-                 batch_size=16, gradient_accumulation_steps=1, learning_rate=4e-3, warmup_iters=100, beta2=0.99,
+                 batch_size=16, gradient_accumulation_steps=1, learning_rate=3e-3, warmup_iters=100, beta2=0.99,
                  eval_interval=250),
     "small": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.2, tie_weights=True, max_iters=5000,
                   batch_size=64, gradient_accumulation_steps=1, learning_rate=1e-3, warmup_iters=100, beta2=0.99,
@@ -135,6 +138,8 @@ COMMAND_OPTIONS = {
     "sample": ["out_dir", *SAMPLING_OPTIONS, "seed", "device", "dtype"],
     "compare": [f.name for f in fields(Options) if f.name not in ONE_RUN_OPTIONS],
     "probe": ["out_dir", "data", "tokenizer", "size", *MODEL_OPTIONS, "batch_size", "seed", "device", "dtype"],
+    "bench": ["out_dir", "size", *MODEL_OPTIONS, "optimizer", "max_iters", "batch_size", "gradient_accumulation_steps",
+              "seed", "device", "dtype", "compile"],
 }
 
 
@@ -209,7 +214,7 @@ def parse_args(argv):
         hint = f"; it belongs to {' and '.join(belongs)}" if belongs else closest(word, [f"--{f.name}" for f in own])
         raise UserError(f"train.py {command} has no option {word}{hint}; see --help")
     texts = [(f, getattr(found, f.name)) for f in own if f.name in found]
-    if command == "compare":  # any option may be a list
+    if command in ("compare", "bench"):  # any option may be a list
         return command, {f.name: parse_list(f, text) for f, text in texts}
     return command, {f.name: parse_value(f, text) for f, text in texts}
 
@@ -455,8 +460,8 @@ class Run:
         self.device = pick_device(o.device)
         self.autocast, self.dtype = autocast(self.device, o.dtype)
         self.model = model.to(self.device)
-        compiled = o.compile if o.compile is not None else self.device.type == "cuda"
-        self.forward = torch.compile(self.model) if compiled else self.model
+        self.compiled = o.compile if o.compile is not None else self.device.type == "cuda"
+        self.forward = torch.compile(self.model) if self.compiled else self.model
         self.optimizers = self.model.configure_optimizer(o.learning_rate, o.weight_decay, (o.beta1, o.beta2),
                                                          o.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
@@ -1070,7 +1075,90 @@ def draw_depth(out_dir, depth, prefix=""):
     print()
 
 
-COMMANDS = {"train": train, "sample": sample, "compare": compare, "probe": probe}
+# ----------------------------------------------------------------------------------------------------------------------
+# Speed
+
+BENCH_COLUMNS = ("norm_mode", "compile", "ms_per_step", "tokens_per_s", "ratio", "peak_mb")
+
+
+def bench_run(given):
+    """A Run on random tokens, which cost as much as real ones: bench measures the step, not the data."""
+    o = resolve({"max_iters": 0, **given})
+    vocab_size = 50257 if o.size in ("125M", "350M", "1.3B") else 65
+    noise = np.random.default_rng(o.seed).integers(vocab_size, size=10**6).astype(np.uint16)
+    model = GPT(model_config(o, vocab_size, vocab_multiple=64 if vocab_size > 65 else 1))
+    run = Run(o, model.train(), None, {"train": prepare_data.TokenStream([noise])}, {})
+    run.update()  # compiles, and makes the optimizer's state
+    return run
+
+
+def wait_for(device):
+    """Return when the device has done all that it was given: a GPU runs behind the program."""
+    if device.type != "cpu":
+        (torch.cuda if device.type == "cuda" else torch.mps).synchronize()
+
+
+def process_peak():
+    """The most memory this process has held so far, in bytes; nan where the system does not tell."""
+    try:  # Linux. (Its ru_maxrss would be that of the parent process, if that was larger.)
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    except OSError:
+        try:
+            import resource
+        except ImportError:  # Windows
+            return math.nan
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts bytes
+
+
+def peak_mb(given):
+    """Peak memory of training in MB (10^6 bytes): what the GPU allocates, or by how much this fresh process grows."""
+    if pick_device(given.get("device", "auto")).type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        bench_run(given).update()
+        return torch.cuda.max_memory_allocated() / 1e6
+    before = process_peak()
+    bench_run(given).update()
+    return (process_peak() - before) / 1e6
+
+
+def bench(lists):
+    """
+    Time a training step of every norm_mode side by side: one step of each in turn, --max_iters times (default 30), so
+    that a machine that slows down hurts all alike. The ratio is the median over the turns of the time against pre's (or
+    the first mode's) in the same turn. Lists are welcome: --norm_mode pre,geo --compile False,True.
+    """
+    out_dir = Path(lists.pop("out_dir", ["out"])[0])
+    turns = lists.pop("max_iters", [30])[0]
+    plan_of = {"norm_mode": list(NORM_MODES), "compile": [None], **lists}
+    rows = []
+    for given in (dict(zip(plan_of, v, strict=True)) for v in itertools.product(*plan_of.values())):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # a fresh process has no peak of its own yet
+            peak = pool.apply(peak_mb, (given,))
+        rows.append({"run": bench_run(given), "peak": peak, "times": []})
+    for _ in tqdm(range(turns), desc="turns", disable=None):
+        for row in rows:
+            began = time.perf_counter()
+            row["run"].update()
+            wait_for(row["run"].device)
+            row["times"].append(time.perf_counter() - began)
+    table = []
+    for row in rows:
+        run, same = row["run"], [other for other in rows if other["run"].compiled == row["run"].compiled]
+        base = next((other for other in same if other["run"].o.norm_mode == "pre"), same[0])
+        ms = 1e3 * float(np.median(row["times"]))
+        ratio = float(np.median(np.divide(row["times"], base["times"])))
+        table.append({"norm_mode": run.o.norm_mode, "compile": run.compiled, "ms_per_step": f"{ms:.3f}",
+                      "tokens_per_s": f"{run.tokens_per_step / ms * 1e3:.0f}", "ratio": f"{ratio:.3f}",
+                      "peak_mb": f"{row['peak']:.1f}"})
+    print("".join(f"{column:>14}" for column in BENCH_COLUMNS))
+    for row in table:
+        print("".join(f"{row[column]!s:>14}" for column in BENCH_COLUMNS))
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_csv(out_dir / "bench.csv", BENCH_COLUMNS, table)
+
+
+COMMANDS = {"train": train, "sample": sample, "compare": compare, "probe": probe, "bench": bench}
 
 
 def main(argv=None):
