@@ -4,16 +4,24 @@ The tests: `python -m pytest`. They run offline on a CPU in under two minutes.
 In file order: GeoNorm's mathematics, the norm modes, the model, sampling, data, options, training runs.
 Mathematics is checked in float64 against formulas written out here, never against the code under test.
 """
+
 import ast
 import errno
+import gzip
+import hashlib
 import io
+import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +33,17 @@ import geogpt
 import prepare_data
 import train
 from geogpt import GEO_DECAYS, GPT, NORM_MODES, GPTConfig, context_start, exp_map
+from prepare_data import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    TokenStream,
+    UserError,
+    load_tokens,
+    prepare,
+    read_meta,
+    tokenizer_from_spec,
+)
 
 MODES = list(NORM_MODES)
 
@@ -54,6 +73,7 @@ def tangent(x, g):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # GeoNorm's step
+
 
 def test_exp_map_by_hand():
     # On the circle of radius 5: tangent step of length 5 * 0.3 from (5, 0) turns by 0.3; the radial 7 does not matter.
@@ -145,8 +165,14 @@ def test_exp_map_length_in_fp32():
 def test_exp_map_is_finite_everywhere(dtype, max_angle):
     base = on_sphere(30, 64, dtype=torch.float32)
     other = randn(30, 64, seed=1, dtype=torch.float32)
-    for name, update in {"zero": 0 * other, "parallel": 2.5 * base, "opposite": -base, "tiny": 1e-20 * other,
-                         "denormal": 1e-42 * other, "huge": 1e15 * other / other.abs().max()}.items():
+    for name, update in {
+        "zero": 0 * other,
+        "parallel": 2.5 * base,
+        "opposite": -base,
+        "tiny": 1e-20 * other,
+        "denormal": 1e-42 * other,
+        "huge": 1e15 * other / other.abs().max(),
+    }.items():
         for x in (base, base.to(dtype)):  # the stream is fp32 under autocast; a bf16 model has both in bf16
             x, g = (t.detach().clone().requires_grad_() for t in (x, update.to(dtype)))
             y = exp_map(x, g, 0.5, max_angle)
@@ -160,8 +186,12 @@ def test_exp_map_is_finite_everywhere(dtype, max_angle):
 
 
 def test_geo_decays_by_hand():
-    table = {"none": [1, 1, 1, 1], "sqrt": [1, 0.5 ** 0.5, 3 ** -0.5, 0.5], "linear": [1, 0.75, 0.5, 0.25],
-             "harmonic": [1, 0.5, 1 / 3, 0.25]}
+    table = {
+        "none": [1, 1, 1, 1],
+        "sqrt": [1, 0.5**0.5, 3**-0.5, 0.5],
+        "linear": [1, 0.75, 0.5, 0.25],
+        "harmonic": [1, 0.5, 1 / 3, 0.25],
+    }
     assert table.keys() == GEO_DECAYS.keys()
     for decay, expected in table.items():
         model = GPT(GPTConfig(11, 8, 4, 2, 16, norm_mode="geo", geo_decay=decay, geo_alpha=2.0))
@@ -172,10 +202,15 @@ def test_geo_decays_by_hand():
 # ----------------------------------------------------------------------------------------------------------------------
 # Norm modes
 
+
 def tiny(norm_mode, n_layer=4, seed=0, **kw):
     """A small model in float64 with gains away from 1, so that a norm in the wrong place shows."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**dict(dict(vocab_size=11, block_size=8, n_layer=n_layer, n_head=2, n_embd=16, norm_mode=norm_mode), **kw)))
+    model = GPT(
+        GPTConfig(
+            **dict(dict(vocab_size=11, block_size=8, n_layer=n_layer, n_head=2, n_embd=16, norm_mode=norm_mode), **kw)
+        )
+    )
     for i, p in enumerate(model.parameters()):
         if p.dim() == 1:
             p.data = 1 + 0.3 * randn(*p.shape, seed=100 + i).float()
@@ -197,16 +232,17 @@ def attention64(x, sublayer, n_head):
     q, k, v = (x @ w.T for w in (sublayer.matrices()[name].detach() for name in "qkv"))
 
     def turn(vector, position):  # complex numbers z_i = a_i + i b_i over the pairs (i, i + hs/2), times e^(i p theta_i)
-        z = torch.complex(vector[:hs // 2], vector[hs // 2:])
+        z = torch.complex(vector[: hs // 2], vector[hs // 2 :])
         theta = 10000.0 ** (-2 * torch.arange(hs // 2, dtype=torch.float64) / hs)
         z = z * torch.polar(torch.ones_like(theta), position * theta)
         return torch.cat((z.real, z.imag))
+
     y = torch.zeros_like(x)
     for h in range(n_head):
         part = slice(h * hs, (h + 1) * hs)
         for t in range(T):
             scores = torch.stack([turn(q[t, part], t) @ turn(k[s, part], s) for s in range(t + 1)]) / math.sqrt(hs)
-            y[t, part] = scores.softmax(0) @ v[:t + 1, part]
+            y[t, part] = scores.softmax(0) @ v[: t + 1, part]
     return y @ sublayer.matrices()["out"].detach().T
 
 
@@ -241,7 +277,7 @@ def update64(mode, residual, x, F, k, L):
     if mode == "reorder":
         return x + rms_norm64(F(x), gain["N"])
     if mode == "lns":
-        return x + F(rms_norm64(x, gain["N"]) / k ** 0.5)
+        return x + F(rms_norm64(x, gain["N"]) / k**0.5)
     if mode == "mix":
         return rms_norm64(x + F(x), gain["N"]) if k <= L // 4 else x + F(rms_norm64(x, gain["N"]))
     if mode == "keel":
@@ -290,7 +326,7 @@ def test_zero_out_projections_leave_what_the_formula_says(mode):
     for k, residual in enumerate(model.residuals().values()):  # post and its kin still normalise x, each time anew
         if mode in ("post", "deepnorm", "keel") or (mode == "mix" and k < 2):
             gain = residual.N_out if mode == "keel" else residual.N
-            factor = {"deepnorm": 8 ** 0.25, "keel": 8}.get(mode, 1)
+            factor = {"deepnorm": 8**0.25, "keel": 8}.get(mode, 1)
             x = rms_norm64(factor * x, gain.weight)
     if mode not in ("post", "deepnorm", "keel"):
         x = rms_norm64(x, model.final_norm.weight)
@@ -372,12 +408,16 @@ def test_initial_weights(L):
             post_part = mode == "mix" and int(name.split(".")[0]) <= L // 4
             for matrix, weight in residual.F.matrices().items():
                 plain = models["geo"].residuals()[name].F.matrices()[matrix]
-                torch.testing.assert_close(weight, plain * (1.0 if post_part else scales.get(mode, {}).get(matrix, 1.0)))
+                torch.testing.assert_close(
+                    weight, plain * (1.0 if post_part else scales.get(mode, {}).get(matrix, 1.0))
+                )
     geo = models["geo"]
     assert geo.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
     for matrix, fan_in in {"q": 64, "k": 64, "v": 64, "out": 64, "fc": 64, "proj": 256}.items():
-        draws = torch.cat([r.F.matrices()[matrix].flatten() for r in geo.residuals().values() if matrix in r.F.matrices()])
-        assert draws.std().item() == pytest.approx(fan_in ** -0.5, rel=0.05), matrix
+        draws = torch.cat(
+            [r.F.matrices()[matrix].flatten() for r in geo.residuals().values() if matrix in r.F.matrices()]
+        )
+        assert draws.std().item() == pytest.approx(fan_in**-0.5, rel=0.05), matrix
     assert not geo.lm_head.weight.any()
 
 
@@ -391,12 +431,22 @@ def test_entry_norm_off_is_the_papers_form():
         tiny("geo", entry_norm=False)
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (dict(n_embd=15), "n_embd 15 is not divisible by n_head 2"), (dict(n_embd=10), "odd head size 5"),
-    (dict(norm_mode="peristaltic"), "'peristaltic'"), (dict(geo_decay="cubic"), "'cubic'"), (dict(dropout=1.0), "dropout is 1.0"),
-    (dict(n_layer=0), "n_layer is 0"), (dict(block_size=-1), "block_size is -1"), (dict(geo_max_angle=4.0), "geo_max_angle is 4.0"),
-    (dict(norm_mode="mix", n_layer=3), "mix needs n_layer 4"),
-    (dict(geo_alpha=0.0), "geo_alpha is 0.0"), (dict(geo_alpha=math.nan), "geo_alpha is nan")])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(n_embd=15), "n_embd 15 is not divisible by n_head 2"),
+        (dict(n_embd=10), "odd head size 5"),
+        (dict(norm_mode="peristaltic"), "'peristaltic'"),
+        (dict(geo_decay="cubic"), "'cubic'"),
+        (dict(dropout=1.0), "dropout is 1.0"),
+        (dict(n_layer=0), "n_layer is 0"),
+        (dict(block_size=-1), "block_size is -1"),
+        (dict(geo_max_angle=4.0), "geo_max_angle is 4.0"),
+        (dict(norm_mode="mix", n_layer=3), "mix needs n_layer 4"),
+        (dict(geo_alpha=0.0), "geo_alpha is 0.0"),
+        (dict(geo_alpha=math.nan), "geo_alpha is nan"),
+    ],
+)
 def test_config_refuses(wrong, message):
     with pytest.raises(ValueError, match=message):
         tiny(**{"norm_mode": "geo", **wrong})
@@ -404,6 +454,7 @@ def test_config_refuses(wrong, message):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The model's other parts
+
 
 def test_rotary_positions_depend_on_distance_alone():
     attention = geogpt.Attention(GPTConfig(11, 64, 1, 2, 16)).double()
@@ -414,7 +465,9 @@ def test_rotary_positions_depend_on_distance_alone():
 
 
 def test_counts_by_hand():
-    tied, untied = (GPT(GPTConfig(100, 32, 3, 2, 16, norm_mode="pre", tie_weights=tie, vocab_multiple=64)) for tie in (True, False))
+    tied, untied = (
+        GPT(GPTConfig(100, 32, 3, 2, 16, norm_mode="pre", tie_weights=tie, vocab_multiple=64)) for tie in (True, False)
+    )
     blocks = 3 * (12 * 16 * 16 + 2 * 16)  # 4 C^2 for attention, 8 C^2 for the MLP, two gains
     assert tied.num_params() == 128 * 16 + blocks + 16
     assert untied.num_params() == tied.num_params() + 128 * 16
@@ -438,15 +491,22 @@ def test_optimizer_groups(tie):
     names = {id(p): name for name, p in model.named_parameters()}
 
     def groups(optimizers):
-        return [(type(o).__name__, group["weight_decay"], {names[id(p)] for p in group["params"]})
-                for o in optimizers for group in o.param_groups]
+        return [
+            (type(o).__name__, group["weight_decay"], {names[id(p)] for p in group["params"]})
+            for o in optimizers
+            for group in o.param_groups
+        ]
+
     gains = {n for n, p in model.named_parameters() if p.dim() == 1}
     hidden = {n for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blocks.")}
     outer = {"wte.weight"} | (set() if tie else {"lm_head.weight"})
     assert len(gains) == 9 and len(hidden) == 8
     assert groups(model.configure_optimizer(1e-3, 0.2)) == [("AdamW", 0.2, hidden | outer), ("AdamW", 0.0, gains)]
     assert groups(model.configure_optimizer(1e-3, 0.2, optimizer="muon")) == [
-        ("AdamW", 0.2, outer), ("AdamW", 0.0, gains), ("Muon", 0.2, hidden)]
+        ("AdamW", 0.2, outer),
+        ("AdamW", 0.0, gains),
+        ("Muon", 0.2, hidden),
+    ]
 
 
 def test_dropout_acts_only_in_training():
@@ -481,19 +541,25 @@ def test_probe_reads_what_is_there_and_changes_nothing(mode):
         handle.remove()
         update = seen[0]
         turned = angle(stream, after)
-        expected = {"rms": after.square().mean().sqrt(), "max": after.abs().max(),
-                    "update_rms": update.square().mean().sqrt(),
-                    "cos": ((stream * update).sum(-1) / stream.norm(dim=-1) / update.norm(dim=-1)).mean(),
-                    "angle": turned.mean(),
-                    "clamped": (turned > math.pi / 4 - 1e-4).double().mean() if mode == "geo" else 0.0,
-                    "grad_norm": torch.cat([p.grad.flatten() for p in residual.F.parameters()]).norm()}
+        expected = {
+            "rms": after.square().mean().sqrt(),
+            "max": after.abs().max(),
+            "update_rms": update.square().mean().sqrt(),
+            "cos": ((stream * update).sum(-1) / stream.norm(dim=-1) / update.norm(dim=-1)).mean(),
+            "angle": turned.mean(),
+            "clamped": (turned > math.pi / 4 - 1e-4).double().mean() if mode == "geo" else 0.0,
+            "grad_norm": torch.cat([p.grad.flatten() for p in residual.F.parameters()]).norm(),
+        }
         assert row.pop("name") == name
-        assert row == pytest.approx({key: float(torch.as_tensor(value).detach()) for key, value in expected.items()}, rel=1e-6)
+        assert row == pytest.approx(
+            {key: float(torch.as_tensor(value).detach()) for key, value in expected.items()}, rel=1e-6
+        )
         stream = after
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sampling
+
 
 def test_context_start_by_hand():
     # a block of 8: from 0 while the text fits, then in half blocks, each as late as it can be
@@ -533,7 +599,13 @@ def test_generate_options():
     seeded = [model.generate(prompt, 30, generator=torch.Generator().manual_seed(seed)) for seed in (7, 7, 8)]
     assert torch.equal(seeded[0], seeded[1]) and not torch.equal(seeded[0], seeded[2])
     assert torch.equal(model.generate(prompt, 0), prompt)
-    for wrong in (dict(temperature=-1.0), dict(top_k=-1), dict(top_p=1.1), dict(top_p=math.nan), dict(temperature=math.nan)):
+    for wrong in (
+        dict(temperature=-1.0),
+        dict(top_k=-1),
+        dict(top_p=1.1),
+        dict(top_p=math.nan),
+        dict(temperature=math.nan),
+    ):
         with pytest.raises(ValueError):
             model.generate(prompt, 1, **wrong)
     with pytest.raises(ValueError, match="at least one token"):
@@ -559,16 +631,888 @@ def test_top_k_and_top_p_by_hand():
     def shares(**kw):
         options = dict(dict(temperature=1.0, top_k=0, top_p=1.0), **kw)
         return geogpt.sample_token(logits, generator=generator, **options).flatten().bincount(minlength=4) / 4000
-    for options, expected in [({}, [0.4, 0.3, 0.2, 0.1]), (dict(top_k=2), [4 / 7, 3 / 7, 0, 0]), (dict(top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
-                              (dict(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]), (dict(top_k=3, top_p=0.7), [4 / 7, 3 / 7, 0, 0]),
-                              (dict(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30])]:
+
+    for options, expected in [
+        ({}, [0.4, 0.3, 0.2, 0.1]),
+        (dict(top_k=2), [4 / 7, 3 / 7, 0, 0]),
+        (dict(top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
+        (dict(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]),
+        (dict(top_k=3, top_p=0.7), [4 / 7, 3 / 7, 0, 0]),
+        (dict(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+    ]:
         drawn = shares(**options)
         assert drawn.tolist() == pytest.approx(expected, abs=0.035), options
         assert (drawn[torch.tensor(expected) == 0] == 0).all(), options
 
 
+# ======================================================================================================================
+# Data
+
+GPT2_FILES = ("6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
+needs_gpt2 = pytest.mark.skipif(
+    not all((Path(os.environ.get("TIKTOKEN_CACHE_DIR") or "/nowhere") / name).is_file() for name in GPT2_FILES),
+    reason="TIKTOKEN_CACHE_DIR names no folder with the tables of gpt2",
+)
+EVERY_PLANE = "a\r\nb\tc\0\ufeff é ß \u2028 漢字，かな。\U0001f600\U00010000\U0010ffff  \n\n"
+
+
+@pytest.fixture(autouse=True)
+def data_root(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, "DATA_ROOT", tmp_path / "data")
+    return tmp_path / "data"
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def decoded(folder):
+    """(train text, val text) of a prepared folder."""
+    tokenizer = tokenizer_from_spec(read_meta(folder)["tokenizer"])
+    streams = [load_tokens(folder, split) for split in ("train", "val")]
+    return tuple(tokenizer.decode(s.windows(np.array([0]), len(s))[0]) if len(s) else "" for s in streams)
+
+
+def ids_of(folder, split):
+    stream = load_tokens(folder, split)
+    return stream.windows(np.array([0]), len(stream))[0].tolist()
+
+
+def leftovers(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) if folder.exists() else []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CharTokenizer("".join(sorted(set(EVERY_PLANE)))),
+        ByteTokenizer,
+        pytest.param(lambda: BPETokenizer("gpt2"), marks=needs_gpt2),
+    ],
+    ids=["char", "byte", "gpt2"],
+)
+def test_data_tokenizer_round_trip_and_spec(make):
+    tokenizer = make()
+    ids = np.asarray(tokenizer.encode(EVERY_PLANE))
+    assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == EVERY_PLANE
+    assert ids.min() >= 0 and ids.max() < tokenizer.vocab_size
+    assert len(tokenizer.encode("")) == 0 and tokenizer.decode([]) == ""
+    again = tokenizer_from_spec(json.loads(json.dumps(tokenizer.spec())))
+    assert np.array_equal(again.encode(EVERY_PLANE), ids) and again.spec() == tokenizer.spec()
+    assert (again.name, again.vocab_size) == (tokenizer.name, tokenizer.vocab_size)
+
+
+def test_data_char_names_the_first_unseen_character():
+    with pytest.raises(UserError, match=r"'é' \(U\+00E9\).* 3 characters"):
+        CharTokenizer("abc").encode("abcéd😀")
+    with pytest.raises(UserError, match=r"U\+1F600"):
+        CharTokenizer("abc").encode("😀")
+    with pytest.raises(UserError, match=r"U\+0062"):
+        CharTokenizer("ac").encode("b")  # a gap inside the table, not beyond it
+    with pytest.raises(UserError, match=r"U\+DCC3"):
+        CharTokenizer("abc").encode("\udcc3")  # what an undecodable command line byte becomes
+
+
+def test_data_bytes_that_are_no_text_become_replacement_characters():
+    assert ByteTokenizer().decode([0xC3, 0x28, 0xFF]) == "\ufffd(\ufffd"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        None,
+        [],
+        "char",
+        {},
+        {"name": "char"},
+        {"name": "char", "alphabet": ""},
+        {"name": 3},
+        {"name": "char", "alphabet": "aa"},
+        {"name": "char", "alphabet": ["a"]},
+        {"name": "gpt2"},
+        {"name": "gpt2", "vocab_size": -1},
+        {"name": "gpt9", "vocab_size": 5},
+    ],
+)
+def test_data_nonsense_is_no_tokenizer(spec):
+    with pytest.raises(UserError):
+        tokenizer_from_spec(spec)
+
+
+@needs_gpt2
+def test_data_gpt2_known_ids_and_special_text_is_text():
+    tokenizer = BPETokenizer("gpt2")
+    assert list(tokenizer.encode("hello world")) == [31373, 995]
+    assert list(tokenizer.encode("<|endoftext|>")) == [27, 91, 437, 1659, 5239, 91, 29]
+    assert tokenizer.decode([50256]) == "<|endoftext|>" and tokenizer.decode([250]) == "\ufffd"
+
+
+@needs_gpt2
+@pytest.mark.parametrize("pattern", ["gpt2", "cl100k_base", "o200k_base"])
+def test_data_safe_cuts_keep_the_tokens_of_the_whole(pattern, monkeypatch):
+    """gpt2's merges under each family's own splitting pattern: the other tables are not at hand offline."""
+    import tiktoken
+    from tiktoken_ext import openai_public
+
+    gpt2 = tiktoken.get_encoding("gpt2")
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *args, **kwargs: gpt2._mergeable_ranks)
+    ranks = gpt2._mergeable_ranks | {b" " * n: 50255 + n for n in range(2, 9)}  # as the later tables: blanks merge
+    pat_str = gpt2._pat_str if pattern == "gpt2" else getattr(openai_public, pattern)()["pat_str"]
+    encoding = tiktoken.Encoding(
+        pattern, pat_str=pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 60000}
+    )
+    draw, cuts = random.Random(1), 0
+    parts = [
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "\u3000",
+        "\x1c",
+        "a",
+        "Word",
+        "don't",
+        "'s",
+        "é",
+        "e\u0301",
+        "漢字",
+        "12345",
+        "½",
+        ".",
+        "...",
+        ",",
+        "。",
+        "(",
+        ")/",
+        "_",
+        "-",
+        "/",
+        "😀",
+        "<|endoftext|>",
+    ]
+    for _ in range(400):
+        text = "".join(draw.choices(parts, k=12))
+        whole = encoding.encode_ordinary(text)
+        for found in prepare_data.SAFE_CUT.finditer(text):
+            at, cuts = found.end(), cuts + 1
+            assert encoding.encode_ordinary(text[:at]) + encoding.encode_ordinary(text[at:]) == whole, (text, at)
+    assert cuts > 500
+
+
+def test_data_recut_bounds_every_piece_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr(prepare_data, "PIECE", 8)
+    for text in (" " * 100, "a" * 101, "one two three four five six seven", "漢字。" * 20, "x", "\n" * 17):
+        for step in (1, 7, 50, 1000):
+            pieces = list(prepare_data.recut(text[i : i + step] for i in range(0, len(text), step)))
+            assert "".join(pieces) == text and max(map(len, pieces)) <= 16
+    assert list(prepare_data.recut(["one two three four five six seven"])) == [
+        "one two three",
+        " four five six seven"[:10],
+        " six seven",
+    ]
+    assert list(prepare_data.recut([])) == []
+
+
+@needs_gpt2
+def test_data_bpe_survives_blanks_long_lines_and_emoji_at_a_seam(tmp_path):
+    text = " " * 1_000_000 + "x" * 300_000 + "y" * 9 + "😀" + "\n" * 200_000 + "the end"
+    write(tmp_path / "hard.txt", text)
+    assert "".join(decoded(prepare(tmp_path / "hard.txt", "gpt2"))) == text
+    assert BPETokenizer("gpt2").decode(BPETokenizer("gpt2").encode(text)) == text
+
+
+@needs_gpt2
+def test_data_bpe_tokens_are_tiktokens_own(tmp_path):
+    import tiktoken
+
+    draw = random.Random(2)
+    text = "".join(
+        draw.choices(
+            ["the ", "cat's ", "sat, ", "on\n", "  mats;\r\n", "1234 ", "漢字。", "é", "<|endoftext|>"], k=120_000
+        )
+    )
+    folder = prepare(write(tmp_path / "one.txt", text), "gpt2")
+    cut = len(text) * 9 // 10
+    gpt2 = tiktoken.get_encoding("gpt2")
+    assert ids_of(folder, "train") == gpt2.encode_ordinary(text[:cut])
+    assert ids_of(folder, "val") == gpt2.encode_ordinary(text[cut:])
+
+
+@needs_gpt2
+def test_data_bpe_documents_end_in_the_end_of_text_token(tmp_path):
+    lines = [json.dumps({"text": f"number {i} <|endoftext|>"}) for i in range(30)]
+    folder = prepare(write(tmp_path / "many.jsonl", "\n".join(lines)), "gpt2")
+    train, val = ids_of(folder, "train"), ids_of(folder, "val")
+    assert train.count(50256) + val.count(50256) == 30 and train[-1] == val[-1] == 50256
+    assert decoded(folder)[1].split("<|endoftext|><|endoftext|>")[:-1] == ["number 6 ", "number 29 "]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From texts to tokens
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte"])
+def test_data_one_text_round_trips_and_is_cut_by_characters(tmp_path, tokenizer):
+    text = EVERY_PLANE * 37 + "end"
+    folder = prepare(write(tmp_path / "book.txt", "\ufeff" + text), tokenizer)
+    cut = (len(text) + 1) * 9 // 10
+    assert decoded(folder) == (("\ufeff" + text)[:cut], ("\ufeff" + text)[cut:])
+    meta = read_meta(folder)
+    assert (
+        meta["dtype"] == "uint16" and meta["source"]["sha256"] == hashlib.sha256(("\ufeff" + text).encode()).hexdigest()
+    )
+    raw = np.fromfile(folder / "train.bin", "<u2")  # as nanoGPT would read it
+    assert len(raw) == meta["train"]["train.bin"] and raw[:2].tolist() == ids_of(folder, "train")[:2]
+
+
+def test_data_split_of_a_text_is_nanogpts(tmp_path):
+    folder = prepare(write(tmp_path / "a.txt", ("ab" * 557_697)[:1_115_394]))  # as long as tiny Shakespeare
+    meta = read_meta(folder)
+    assert (meta["train"], meta["val"]) == ({"train.bin": 1_003_854}, {"val.bin": 111_540})
+
+
+def test_data_few_documents_are_one_text_with_blank_lines(tmp_path):
+    write(tmp_path / "t" / "b.md", "second\n")
+    write(tmp_path / "t" / "a" / "z.txt", "first")
+    write(tmp_path / "t" / "c.txt", "")
+    write(tmp_path / "t" / ".git" / "x.txt", "hidden")
+    write(tmp_path / "t" / "d.bin.json", "other")
+    train, val = decoded(prepare(tmp_path / "t"))
+    assert (train, val) == ("first\n\nsecon", "d\n\n")  # 12 characters of documents, the first 10 of them to train
+
+
+def test_data_many_documents_are_dealt_out_by_the_hash_of_their_index(tmp_path):
+    lines = "".join(json.dumps({"text": f"<{i}>"}) + "\n\n" for i in range(100))
+    folder = prepare(write(tmp_path / "many.jsonl", '{"text": ""}\n' + lines), "byte")
+    train, val = decoded(folder)
+    chosen = [6, 29, 37, 40, 48, 81, 82, 88, 94]  # crc32 of the digits is a multiple of 10
+    assert val == "".join(f"<{i}>\n\n" for i in chosen)
+    assert train == "".join(f"<{i}>\n\n" for i in range(100) if i not in chosen)
+
+
+def test_data_gz_jsonl_bom_and_upper_case_endings(tmp_path):
+    (tmp_path / "t").mkdir()
+    with gzip.open(tmp_path / "t" / "A.TXT.GZ", "wb") as file:
+        file.write("gé\r\n".encode())
+    with gzip.open(tmp_path / "t" / "b.jsonl.gz", "wb") as file:
+        file.write("\ufeff".encode() + json.dumps({"text": "😀\u2028x", "n": 1}).encode() + b"\r\n")
+    assert "".join(decoded(prepare(tmp_path / "t"))) == "gé\r\n\n😀\u2028x\n\n"
+
+
+@pytest.mark.parametrize("text", ["x", "😀", "\0", "\n"])
+def test_data_a_file_of_one_character(tmp_path, text):
+    folder = prepare(write(tmp_path / "one.txt", text))
+    assert decoded(folder) == ("", text) and len(load_tokens(folder, "train")) == 0
+
+
+def test_data_python_is_ascii_and_large_and_never_needs_the_net(capsys):
+    folder = prepare("python")
+    meta = read_meta(folder)
+    tokens = sum(meta["train"].values()) + sum(meta["val"].values())
+    assert 7e6 < tokens < 11e6 and meta["vocab_size"] <= 100 and 0.05 < sum(meta["val"].values()) / tokens < 0.15
+    assert folder == prepare_data.DATA_ROOT / "python-char" and set(meta["tokenizer"]["alphabet"]) <= set(
+        map(chr, range(128))
+    )
+    assert prepare() == folder and capsys.readouterr().out.splitlines()[-1] == f"{folder} is ready: nothing to do"
+
+
+def test_data_char_and_byte_import_no_tiktoken_and_nothing_heavy(tmp_path):
+    write(tmp_path / "a.txt", "some text")
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(prepare_data.__file__).parent)!r}); import prepare_data as p\n"
+        f"for t in 'char', 'byte': p.prepare({str(tmp_path / 'a.txt')!r}, t, root={str(tmp_path / 'data')!r})\n"
+        "assert not {'tiktoken', 'torch'} & set(sys.modules), 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Folders: never another's, never half of one
+
+
+def test_data_twice_is_a_no_op_and_a_change_is_noticed(tmp_path, capsys):
+    book = write(tmp_path / "b.txt", "first version")
+    stat, folder = book.stat(), prepare(book)
+    before = (folder / "train.bin").stat().st_mtime_ns, os.stat(folder / "train.bin").st_ino
+    capsys.readouterr()
+    assert prepare(str(book)) == folder and capsys.readouterr().out == f"{folder} is ready: nothing to do\n"
+    os.utime(book)  # another time, the same content
+    assert prepare(book) == folder and "nothing to do" in capsys.readouterr().out
+    assert before == ((folder / "train.bin").stat().st_mtime_ns, os.stat(folder / "train.bin").st_ino)
+    book.write_text("other version")  # as long as the first, and made to look as old
+    os.utime(book, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert prepare(book) == folder and "".join(decoded(folder)) == "other version"
+    assert f"was prepared from an earlier state of {book}; preparing it again" in capsys.readouterr().out
+    assert leftovers(folder.parent) == []
+
+
+def test_data_a_source_that_is_gone_is_not_needed(tmp_path, capsys):
+    book = write(tmp_path / "b.txt", "some text")
+    folder = prepare(book)
+    book.unlink()
+    assert (
+        prepare(book) == folder and f"{book} is gone; using the tokens that were made of it" in capsys.readouterr().out
+    )
+    with pytest.raises(UserError, match="no data set or file"):
+        prepare(book, "byte")
+
+
+def test_data_folders_are_never_confused(tmp_path):
+    one, two = write(tmp_path / "1" / "b.txt", "abc"), write(tmp_path / "2" / "b.txt", "abc")
+    folders = [
+        prepare(one),
+        prepare(two),
+        prepare(one, "byte"),
+        prepare(one, CharTokenizer("abcd")),
+        prepare(one, CharTokenizer("dcba")),
+        prepare(tmp_path / "1"),
+    ]
+    assert len(set(folders)) == 6
+    assert [read_meta(f)["vocab_size"] for f in folders] == [3, 3, 256, 4, 4, 3]
+    assert decoded(folders[4]) == ("ab", "c")
+
+
+def test_data_a_given_alphabet_and_the_texts_own_in_one_out_dir(tmp_path, capsys):
+    book, out = write(tmp_path / "b.txt", "abc"), tmp_path / "out"
+    for tokenizer, size in (
+        (CharTokenizer("abcd"), 4),
+        ("char", 3),
+        ("byte", 256),
+        (CharTokenizer("abc"), 3),
+        ("char", 3),
+    ):
+        assert prepare(book, tokenizer, out) == out and read_meta(out)["vocab_size"] == size
+        assert "nothing to do" not in capsys.readouterr().out
+    write(tmp_path / "c.txt", "abc")
+    prepare(tmp_path / "c.txt", "char", out)
+    assert "another source" in capsys.readouterr().out
+
+
+def test_data_a_given_alphabet_must_hold_every_character(tmp_path):
+    with pytest.raises(UserError, match=r"2 characters that are not among the 3 .*'d' \(U\+0064\), 'é' \(U\+00E9\)"):
+        prepare(write(tmp_path / "b.txt", "abcéd"), CharTokenizer("abc"))
+    assert leftovers(prepare_data.DATA_ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda f: (f / "train.bin").unlink(),
+        lambda f: os.truncate(f / "val.bin", 1),
+        lambda f: (f / "meta.json").write_text("{"),
+        lambda f: (f / "meta.json").write_text("[]"),
+    ],
+)
+def test_data_a_damaged_folder_is_prepared_again(tmp_path, damage, capsys):
+    book = write(tmp_path / "b.txt", "some text, long enough")
+    damage(prepare(book))
+    assert "".join(decoded(prepare(book))) == "some text, long enough"
+    assert "is damaged" in capsys.readouterr().out
+
+
+def test_data_out_never_replaces_what_is_not_ours(tmp_path):
+    book = write(tmp_path / "b.txt", "some text")
+    mine = write(tmp_path / "home" / "letter.txt", "dear")
+    with pytest.raises(UserError, match="holds other files; give --out"):
+        prepare(book, out_dir=mine.parent)
+    with pytest.raises(UserError, match="is a file"):
+        prepare(book, out_dir=mine)
+    assert mine.read_text() == "dear"
+    (tmp_path / "empty").mkdir()
+    assert "".join(decoded(prepare(book, out_dir=tmp_path / "empty"))) == "some text"
+    write(tmp_path / "empty" / "notes.md", "mine")
+    book.write_text("changed")
+    with pytest.raises(UserError, match="holds other files"):
+        prepare(book, out_dir=tmp_path / "empty")
+
+
+CHILD = """
+import os, signal, sys
+sys.path.insert(0, {here!a})
+import prepare_data
+from pathlib import Path
+prepare_data.DATA_ROOT = Path(sys.argv.pop())
+write_meta = prepare_data.write_meta
+def stopped(*args):
+    {fault}
+    write_meta(*args)
+prepare_data.write_meta = stopped
+sys.exit(prepare_data.main(sys.argv[1:]))
+"""
+
+
+def child(root, book, fault):
+    code = CHILD.format(here=str(Path(prepare_data.__file__).parent), fault=fault)
+    env = os.environ | {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii:strict",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(book), str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    )
+
+
+@pytest.mark.parametrize(
+    "name, code, line",
+    [
+        ("SIGINT", 130, b"error: stopped; run the same command again to go on\n"),
+        ("SIGTERM", 143, b"error: stopped; run the same command again to go on\n"),
+        ("SIGKILL", -9, b""),
+    ],
+)
+def test_data_interrupted_it_never_looks_finished(tmp_path, data_root, name, code, line):
+    book = write(tmp_path / "b.txt", "some text")
+    process = child(data_root, book, f"os.kill(os.getpid(), signal.{name})")
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (code, line)
+    assert all(path.startswith(".") for path in os.listdir(data_root)) and (leftovers(data_root) == []) == (
+        name != "SIGKILL"
+    )
+    assert "".join(decoded(prepare(book))) == "some text" and leftovers(data_root) == []
+
+
+def test_data_two_at_once_do_the_work_once(tmp_path):
+    book, data_root = write(tmp_path / "bü.txt", "söme text"), tmp_path / "dätä"  # nothing that LC_ALL=C could show
+    fault = "import time; time.sleep(0.05)"  # both are there before the first one is done, or nearly
+    outputs = [p.communicate(timeout=20) + (p.returncode,) for p in [child(data_root, book, fault) for _ in range(2)]]
+    assert [code for _, _, code in outputs] == [0, 0] and [err for _, err, _ in outputs] == [b"", b""]
+    said = b"".join(out for out, _, _ in outputs)
+    assert said.count(b"prepared ") == 1 and said.count(b"nothing to do") == 1
+    assert "".join(decoded(prepare(book, root=data_root))) == "söme text" and leftovers(data_root) == []
+
+
+def test_data_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, data_root, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prepare_data, "write_meta", full)
+    assert prepare_data.main([str(write(tmp_path / "b.txt", "some text"))]) == 1
+    assert (
+        capsys.readouterr().err
+        == f"error: No space left on device: {data_root}; free some space and run the same command again\n"
+    )
+    assert os.listdir(data_root) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What bad input gets
+
+
+def lone_gz(content):
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb") as file:
+        file.write(content)
+    return buffer.getvalue()
+
+
+BAD_FILES = [  # file name, content, what the line must say
+    ("a.txt", b"", "is empty"),
+    ("a.txt", b"abc\xff", "byte 0xff at offset 3"),
+    ("a.txt", b"ab\xc3", "byte 0xc3 at offset 2"),  # a character cut off by the end
+    ("a.txt", b"a" * (2**20 - 1) + "é".encode() + b"\x80", "byte 0x80 at offset 1048577"),  # behind a seam of reading
+    ("a.txt", "text".encode("utf-16"), "offset 0; it looks like UTF-16"),
+    ("a.txt.gz", b"no gzip at all", "is no whole .gz file"),
+    ("a.txt.gz", lone_gz(os.urandom(5000).hex().encode())[:2000], "is no whole .gz file"),
+    ("a.txt.gz", lone_gz(b""), "holds no text"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2 is not JSON"),
+    ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+    ("a.jsonl", b'{"text": "x"}\n\n{"body": "x"}', 'line 3 is no object with a string "text"'),
+    ("a.jsonl", b'{"text": 5}', 'line 1 is no object with a string "text"'),
+    ("a.jsonl", b'["text"]', 'line 1 is no object with a string "text"'),
+    ("a.jsonl", b'{"text": "\\ud83d"}', "U+D83D"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', "byte 0xff at offset 24"),
+    ("a.jsonl", b'{"text": ""}', "holds no text"),
+    ("a.pdf", b"text", ".txt, .md, .py, .jsonl, each also .gz"),
+    ("a/b.pdf", b"text", "holds no file that ends in .txt, .md, .py, .jsonl, each also .gz"),
+    ("a/train.bin", b"\0\0", "holds no val.bin"),
+    ("a/meta.pkl", b"", "pickle"),
+]
+BAD_OPTIONS = [
+    (["shakespear"], "no data set or file 'shakespear'; did you mean 'shakespeare'?"),
+    ([""], "no data set or file ''"),
+    (["a\0b"], "cannot be a path"),
+    (["--out", "a\0b"], "cannot be a path"),
+    (["a\ud800b"], "cannot be a path"),
+    (["x" * 300], "name too long"),
+    (["--tokenizer", "chr"], "no tokenizer 'chr'; did you mean 'char'?"),
+    (["--tokenizer", "gpt-2"], "no tokenizer 'gpt-2'; did you mean 'gpt2'?"),
+    (["--tokenizr", "char"], "'--tokenizr'; did you mean '--tokenizer'?"),
+    (["python", "shakespeare"], "second data set 'shakespeare'"),
+    (["--shards", "2"], "--shards 2 belongs to the data set fineweb"),
+    (["fineweb", "--shards", "0"], "--shards 0 is out of range; fineweb has 1 to 103"),
+    (["fineweb", "--shards", "104"], "--shards 104 is out of range"),
+    (["fineweb", "--shards", "two"], "invalid int value: 'two'"),
+    (["fineweb", "--tokenizer", "char"], "fineweb comes in GPT-2 tokens"),
+    (["books", "--limit", "-1"], "--limit -1 is out of range"),
+    (["arxiv", "--limit", "5"], "--limit 5 belongs to the data set books"),
+]
+
+
+def says_one_line(capsys, argv, text, code=2):
+    assert prepare_data.main([str(word) for word in argv]) == code
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1 and text in err, err
+
+
+@pytest.mark.parametrize("name, content, text", BAD_FILES, ids=[f"{n}-{t[:20]}" for n, _, t in BAD_FILES])
+def test_data_bad_files_get_one_line(tmp_path, data_root, capsys, name, content, text):
+    path = write(tmp_path / "in" / name, content)
+    if name == "a/meta.pkl":
+        write(path.parent / "train.bin", b"\0\0")
+    says_one_line(capsys, [path if "/" not in name else path.parent], text)
+    assert not data_root.exists() or os.listdir(data_root) == []
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    BAD_OPTIONS,
+    ids=[" ".join(argv)[:30].encode("ascii", "replace").decode().replace("\0", "0") for argv, _ in BAD_OPTIONS],
+)
+def test_data_bad_options_get_one_line(tmp_path, data_root, capsys, monkeypatch, argv, text):
+    monkeypatch.chdir(tmp_path)
+    says_one_line(capsys, argv, text)
+    assert not data_root.exists()
+
+
+def test_data_bpe_without_its_tables_says_what_is_missing(tmp_path, data_root, capsys, monkeypatch):
+    import tiktoken
+
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: exec("raise ConnectionError('no net')"))
+    says_one_line(capsys, [write(tmp_path / "a.txt", "x"), "--tokenizer", "gpt2"], "vocab.bpe and encoder.json", code=1)
+    says_one_line(capsys, [tmp_path / "a.txt", "--tokenizer", "o200k_base"], "TIKTOKEN_CACHE_DIR", code=1)
+    assert os.listdir(data_root) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Token files
+
+
+def shard(count, version=1, promised=None, first=0):
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, version, count if promised is None else promised
+    return header.tobytes() + np.arange(first, first + count, dtype="<u2").tobytes()
+
+
+def test_data_raw_nanogpt_files_are_gpt2_and_stay_as_they_are(tmp_path):
+    write(tmp_path / "owt" / "train.bin", np.arange(300, dtype="<u2").tobytes())
+    write(tmp_path / "owt" / "val.bin", np.array([50256], "<u2").tobytes())
+    folder = prepare(tmp_path / "owt")
+    assert folder == tmp_path / "owt" and sorted(os.listdir(folder)) == ["train.bin", "val.bin"]
+    assert read_meta(folder)["tokenizer"] == {"name": "gpt2", "vocab_size": 50257} and read_meta(folder)["source"] == {}
+    assert ids_of(folder, "train") == list(range(300)) and ids_of(folder, "val") == [50256]
+    with pytest.raises(UserError, match="leave --out out"):
+        prepare(folder, out_dir=tmp_path / "out")
+    for tokenizer in ("char", CharTokenizer("ab")):
+        with pytest.raises(UserError, match="not of the tokenizer char, but of gpt2"):
+            prepare(folder, tokenizer)
+
+
+def test_data_shards_are_one_stream_told_by_their_first_bytes(tmp_path):
+    for i, (count, first) in enumerate([(100, 0), (0, 100), (3, 100), (200, 103)], start=1):
+        write(tmp_path / "fw" / f"fineweb_train_{i:06d}.bin", shard(count, first=first))
+    write(tmp_path / "fw" / "fineweb_val_000000.bin", np.arange(7, dtype="<u2").tobytes())
+    stream = load_tokens(prepare(tmp_path / "fw", "gpt2"), "train")
+    assert len(stream) == 303 and len(load_tokens(tmp_path / "fw", "val")) == 7
+    starts = np.array([0, 95, 99, 100, 98, 102, 103, 293, 5])
+    windows = stream.windows(starts, 10)
+    assert windows.dtype == np.int64 and np.array_equal(windows, starts[:, None] + np.arange(10))
+    assert np.array_equal(stream.windows(np.array([0]), 303), np.arange(303)[None])
+    assert stream.windows(np.array([], int), 10).shape == (0, 10)
+
+
+@pytest.mark.parametrize(
+    "arrays", [[np.arange(10, dtype="<u2")], [np.arange(4, dtype="<u4"), np.arange(4, 10, dtype="<u4")]]
+)
+def test_data_windows_stay_within_the_stream(arrays):
+    stream = TokenStream(arrays)
+    assert np.array_equal(stream.windows(np.array([5, 0, 3]), 5), [[5, 6, 7, 8, 9], [0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
+    for start in (-1, 6, 100):
+        with pytest.raises(IndexError):
+            stream.windows(np.array([0, start]), 5)
+    with pytest.raises(IndexError):
+        stream.windows(np.array([0]), 11)
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (b"\0\0\0", "3 bytes"),
+        (np.array([50257], "<u2").tobytes(), "holds the id 50257, but its tokenizer has only 50257 ids"),
+        (shard(5)[:-2], "1,032 bytes, which are not the 5 tokens"),
+        (shard(5) + b"\0\0", "not the 5 tokens"),
+        (shard(5, version=2), "not of version 1"),
+        (shard(5)[:100], "not of version 1"),
+        (shard(5, promised=-3), "not the -3 tokens"),
+    ],
+)
+def test_data_broken_token_files_are_refused(tmp_path, content, text):
+    write(tmp_path / "f" / "train.bin", content)
+    write(tmp_path / "f" / "val.bin", b"\0\0")
+    with pytest.raises(UserError) as caught:
+        load_tokens(tmp_path / "f", "train")
+    assert text in str(caught.value) and "train.bin" in str(caught.value)
+
+
+def test_data_token_files_that_shrink_vanish_or_grow_after_preparation(tmp_path):
+    folder = prepare(write(tmp_path / "b.txt", "some text, long enough"))
+    content = (folder / "train.bin").read_bytes()
+    for changed in (content[:-2], content[:-1], content + b"\0\0", b"", content[:-2] + b"\xff\0", None):
+        write(folder / "train.bin", changed) if changed is not None else (folder / "train.bin").unlink()
+        with pytest.raises(UserError, match="train.bin"):
+            load_tokens(folder, "train")
+        assert len(load_tokens(folder, "val")) == 3
+    with pytest.raises(UserError, match="holds no train.bin"):
+        load_tokens(tmp_path / "nowhere", "train")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": 3},
+        {"dtype": "int16"},
+        {"tokenizer": None},
+        {"train": {"../val.bin": 3}},
+        {"train": None},
+        {"val": {"val.bin": "3"}},
+    ],
+)
+def test_data_a_meta_json_that_lies_is_refused(tmp_path, change):
+    folder = prepare(write(tmp_path / "b.txt", "some text, long enough"))
+    write(folder.parent / "val.bin", (folder / "val.bin").read_bytes())
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | change))
+    with pytest.raises(UserError):
+        load_tokens(folder, "train")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Downloads, from a server that misbehaves
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves `content` at any path; what precedes the first - of the path says how. Notes all requests."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        content, asked = self.server.content, self.headers.get("Range")
+        how = self.path.strip("/").split("-")[0]
+        first = self.server.seen.get(self.path, 0) == 0
+        self.server.seen[self.path] = self.server.seen.get(self.path, 0) + 1
+        self.server.requests.append((self.path, asked))
+        if how.isdigit() and (first or int(how) < 500):
+            return self.reply(int(how), b"", {})
+        if how == "redirect":
+            return self.reply(302, b"", {"Location": "/plain-behind", "X-Linked-ETag": f'"{self.server.linked}"'})
+        start = int(asked[6:-1]) if asked and how != "whole" else 0
+        if start >= len(content) > 0:
+            return self.reply(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+        status, headers = 200, {}
+        if start:
+            status, headers = 206, {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+        if how == "elsewhere" and start:
+            start += 1
+            headers = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+        body = content[start:]
+        if how == "cut":  # always half of what is left, down to a few bytes
+            return self.reply(status, body[: max(len(body) // 2, 400)], headers, length=len(body))
+        if how == "stall" and first:
+            return self.reply(status, body[:100], headers, length=len(body), wait=True)
+        if how == "long":
+            return self.reply(status, body, headers, length=len(body) + 50)
+        if how == "short" and first:
+            return self.reply(status, body[:200], headers, length=200)
+        if how == "nolength":
+            return self.reply(status, body, headers, length=None)
+        if how == "chunked":
+            headers["Transfer-Encoding"] = "chunked"
+            return self.reply(status, b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body), headers, length=None)
+        self.reply(status, body, headers)
+
+    def reply(self, status, body, headers, length=0, wait=False):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if length is not None:
+            self.send_header("Content-Length", str(length or len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        if wait:
+            self.server.wake.wait(5)
+        self.close_connection = True
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(prepare_data, "BACKOFF", 0.0)
+    monkeypatch.setattr(prepare_data, "TIMEOUT", 0.2)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.content = bytes(range(256)) * 20
+    server.linked = hashlib.sha256(server.content).hexdigest()
+    server.requests, server.seen, server.wake = [], {}, threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}/"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield server
+    server.wake.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "how", ["plain", "cut", "stall", "500", "503", "whole", "redirect", "chunked", "elsewhere", "long", "short"]
+)
+def test_data_downloads_arrive_whole_whatever_the_server_does(tmp_path, server, how):
+    path, known = tmp_path / "d" / "file.bin", how in ("plain", "short", "chunked")
+    half = how in ("whole", "elsewhere")
+    if half:
+        write(path.with_name("file.bin.part"), server.content[:1000])
+    size, sha256 = (len(server.content), server.linked) if known else (None, None)
+    assert prepare_data.download(f"{server.url}{how}-x", path, size, sha256) == path
+    assert path.read_bytes() == server.content and os.listdir(path.parent) == ["file.bin"]
+    count = len(server.requests)
+    prepare_data.download(f"{server.url}{how}-x", path, size, sha256)
+    assert len(server.requests) == count  # what is there is not asked for again
+
+
+def test_data_downloads_go_on_where_they_stopped(tmp_path, server):
+    path = tmp_path / "file.bin"
+    write(path.with_name("file.bin.part"), server.content[:3000])
+    prepare_data.download(f"{server.url}plain-x", path)
+    assert server.requests == [("/plain-x", "bytes=3000-")] and path.read_bytes() == server.content
+    path.rename(path.with_name("file.bin.part"))  # killed between the last byte and the rename
+    prepare_data.download(f"{server.url}plain-x", path)
+    assert server.requests[1:] == [("/plain-x", "bytes=5120-")] and path.read_bytes() == server.content
+    write(path.with_name("file.bin.part"), server.content + b"too much")
+    path.unlink()
+    prepare_data.download(f"{server.url}plain-x", path)
+    assert path.read_bytes() == server.content
+
+
+def test_data_a_known_file_that_was_spoilt_is_downloaded_again(tmp_path, server):
+    for spoilt in (server.content[:-1], server.content[:-1] + b"x"):
+        write(tmp_path / "file.bin", spoilt)
+        prepare_data.download(f"{server.url}plain-x", tmp_path / "file.bin", len(server.content), server.linked)
+        assert (tmp_path / "file.bin").read_bytes() == server.content
+
+
+def test_data_a_cut_line_is_not_started_over(tmp_path, server):
+    prepare_data.download(f"{server.url}cut-x", tmp_path / "file.bin")
+    starts = [int(asked[6:-1]) for _, asked in server.requests[1:]]
+    assert starts == [2560, 3840, 4480, 4880]
+
+
+@pytest.mark.parametrize(
+    "how, sha256, text, requests",
+    [
+        ("404", None, "the server answers 404", 1),
+        ("403", None, "the server answers 403", 1),
+        ("plain", "0" * 64, "not " + "0" * 64, 2),
+        ("nolength", None, "does not say how long", 4),
+    ],
+)
+def test_data_downloads_that_fail_say_so_and_look_unfinished(
+    tmp_path, server, monkeypatch, how, sha256, text, requests
+):
+    monkeypatch.setattr(prepare_data, "RETRIES", 3)
+    with pytest.raises(UserError, match="cannot be downloaded: .*" + text) as caught:
+        prepare_data.download(f"{server.url}{how}-x", tmp_path / "file.bin", None, sha256)
+    assert caught.value.code == 1 and not (tmp_path / "file.bin").exists() and len(server.requests) == requests
+    assert os.listdir(tmp_path) == []
+
+
+def test_data_a_hash_that_the_server_states_counts(tmp_path, server):
+    server.linked = "0" * 64
+    with pytest.raises(UserError, match="sha256"):
+        prepare_data.download(f"{server.url}redirect-x", tmp_path / "file.bin")
+
+
+def test_data_an_unreachable_server_and_a_full_disk(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(prepare_data, "RETRIES", 2)
+    with pytest.raises(UserError, match="cannot be downloaded: .*refused"):
+        prepare_data.download("http://127.0.0.1:1/x", tmp_path / "file.bin")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prepare_data, "fetch", full)
+    with pytest.raises(OSError, match="No space"):  # not retried; prepare() tells it in one line
+        prepare_data.download(f"{server.url}plain-x", tmp_path / "file.bin")
+
+
+def test_data_shakespeare_arxiv_and_books_from_a_server(tmp_path, server, monkeypatch, capsys):
+    def point(name, url, known):
+        row = replace(prepare_data.DATASETS[name], url=url, known=known, tokenizer="char")
+        monkeypatch.setitem(prepare_data.DATASETS, name, row)
+
+    server.content = b"To be, or not to be"
+    point(
+        "shakespeare", f"{server.url}plain-/input.txt", {"input.txt": (19, hashlib.sha256(server.content).hexdigest())}
+    )
+    folder = prepare("shakespeare")
+    assert decoded(folder) == ("To be, or not to ", "be") and folder.name == "shakespeare-char"
+    count = len(server.requests)
+    (prepare_data.DATA_ROOT / "downloads" / "tinyshakespeare.txt").unlink()
+    assert prepare("shakespeare") == folder and len(server.requests) == count  # the tokens are all it takes
+    server.content = b'{"text": "a paper", "meta": {}}\n{"text": "another"}\n'
+    point("arxiv", f"{server.url}plain-/arxiv_sample.jsonl", {})
+    assert "".join(decoded(prepare("arxiv"))) == "a paper\n\nanother\n\n"
+    server.content = b"train/12.txt\ntrain/345.txt\n"  # the list, and each book too
+    monkeypatch.setattr(prepare_data, "BOOK_LIST", f"{server.url}plain-list")
+    point("books", f"{server.url}plain-/", {})
+    folder = prepare("books", limit=1)
+    assert "".join(decoded(folder)).count("train/345.txt") == 2 and read_meta(folder)["source"]["limit"] == 1
+    assert [path for path, _ in server.requests[-3:]] == ["/plain-list", "/plain-/12.txt", "/plain-/345.txt"]
+    capsys.readouterr()
+    prepare("books", limit=2)
+    assert "with other options; preparing it again" in capsys.readouterr().out
+    prepare("books")  # as train.py asks, which knows of no limit
+    assert (
+        capsys.readouterr().out == f"{folder} is ready: nothing to do\n" and read_meta(folder)["source"]["limit"] == 2
+    )
+
+
+def test_data_fineweb_shards_are_used_as_they_are(tmp_path, server, monkeypatch, capsys):
+    server.content = shard(40)
+    server.linked = hashlib.sha256(server.content).hexdigest()
+    monkeypatch.setitem(
+        prepare_data.DATASETS,
+        "fineweb",
+        replace(prepare_data.DATASETS["fineweb"], url=f"{server.url}redirect-/", known={}),
+    )
+    folder = prepare("fineweb")
+    names = ["fineweb_train_000001.bin", "fineweb_val_000000.bin", "meta.json"]
+    assert sorted(os.listdir(folder)) == names and folder == prepare_data.DATA_ROOT / "fineweb-gpt2"
+    assert (folder / names[0]).read_bytes() == server.content and len(load_tokens(folder, "train")) == 40
+    count = len(server.requests)
+    capsys.readouterr()
+    assert prepare("fineweb", "gpt2") == folder and capsys.readouterr().out == f"{folder} is ready: nothing to do\n"
+    prepare("fineweb", shards=3)
+    asked = [path for path, _ in server.requests[count:] if "redirect" in path]
+    assert asked == ["/redirect-/fineweb_train_000002.bin", "/redirect-/fineweb_train_000003.bin"]
+    assert len(load_tokens(folder, "train")) == 120
+    assert len(load_tokens(prepare("fineweb"), "train")) == 120  # as train.py asks, which knows of no number
+    assert len(load_tokens(prepare("fineweb", shards=1), "train")) == 40
+    os.truncate(folder / names[0], 1030)
+    assert len(load_tokens(prepare("fineweb"), "train")) == 40  # mended
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Options
+
 
 def options(**given):
     return train.resolve({"device": "cpu", **given})
@@ -576,12 +1520,22 @@ def options(**given):
 
 def test_learning_rate_by_hand():
     o = options(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=12)
-    expected = {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 6: 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, 8: 0.55, 12: 0.1, 99: 0.1}
+    expected = {
+        0: 0.25,
+        1: 0.5,
+        3: 1.0,
+        4: 1.0,
+        6: 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2,
+        8: 0.55,
+        12: 0.1,
+        99: 0.1,
+    }
     assert {step: train.get_lr(step, o) for step in expected} == pytest.approx(expected)
     long_warmup = options(learning_rate=1.0, warmup_iters=1000, max_iters=10)  # clamped to the run
     assert [train.get_lr(step, long_warmup) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 0.1])
-    assert train.get_lr(500, options(learning_rate=1.0, min_lr=0.1, warmup_iters=0, max_iters=9, lr_decay_iters=1000)) \
-        == pytest.approx(0.55)  # the cosine need not end with the run
+    assert train.get_lr(
+        500, options(learning_rate=1.0, min_lr=0.1, warmup_iters=0, max_iters=9, lr_decay_iters=1000)
+    ) == pytest.approx(0.55)  # the cosine need not end with the run
 
 
 def test_presets_give_way_to_what_is_given():
@@ -596,12 +1550,22 @@ def test_presets_give_way_to_what_is_given():
 def test_command_line_values():
     def given(*argv):
         return train.parse_args(list(argv))
+
     assert given() == ("train", {}) and given("sample") == ("sample", {})
     assert given("--max_iters=1e3", "--learning_rate", "1", "--seed", "0") == (
-        "train", {"max_iters": 1000, "learning_rate": 1.0, "seed": 0})
+        "train",
+        {"max_iters": 1000, "learning_rate": 1.0, "seed": 0},
+    )
     assert given("--resume", "--tie_weights", "no", "--compile=auto", "--data", "a b.txt")[1] == {
-        "resume": True, "tie_weights": False, "compile": None, "data": "a b.txt"}
-    assert given("sample", "--prompt", "-1 and more", "--temperature", "-0")[1] == {"prompt": "-1 and more", "temperature": 0.0}
+        "resume": True,
+        "tie_weights": False,
+        "compile": None,
+        "data": "a b.txt",
+    }
+    assert given("sample", "--prompt", "-1 and more", "--temperature", "-0")[1] == {
+        "prompt": "-1 and more",
+        "temperature": 0.0,
+    }
     assert given("--prompt=--dashes")[1] == {"prompt": "--dashes"}
 
 
@@ -609,13 +1573,26 @@ def wrong_values(f):
     """Values that option f must refuse, each with what the message must hold besides the option's name."""
     meta = f.metadata
     if meta["choices"]:
-        return [("nonsense", "none of"), (meta["choices"][0] + "x", f"did you mean '{meta['choices'][0]}'"), ("", "none of")]
+        return [
+            ("nonsense", "none of"),
+            (meta["choices"][0] + "x", f"did you mean '{meta['choices'][0]}'"),
+            ("", "none of"),
+        ]
     if f.type is bool:
         return [("maybe", "True or False"), ("2", "True or False")]
     if f.type is str:
         return []
-    wrong = [("abc", "number"), ("", "number"), ("1,2", "number"), ("nan", ""), ("inf", ""), ("1e40", "out of range"),
-             (f"{meta['low'] - 1}", "out of range"), (f"{-10**30}", "out of range"), (f"{10**30}", "out of range")]
+    wrong = [
+        ("abc", "number"),
+        ("", "number"),
+        ("1,2", "number"),
+        ("nan", ""),
+        ("inf", ""),
+        ("1e40", "out of range"),
+        (f"{meta['low'] - 1}", "out of range"),
+        (f"{-(10**30)}", "out of range"),
+        (f"{10**30}", "out of range"),
+    ]
     return wrong + ([("1.5", "whole number")] if f.type is int else [])
 
 
@@ -635,15 +1612,33 @@ def test_every_option_refuses_what_it_cannot_use(f, capsys):
     assert f"no option {misspelt}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--learning_rat", "1"], "did you mean '--learning_rate'"), (["trian"], "did you mean 'train'"), (["--max_iters"], "expected one argument"),
-    (["--n_embd", "130", "--n_head", "4"], "n_embd 130 is not divisible by n_head 4"), (["--n_embd", "36", "--n_head", "4"], "odd head size 9"),
-    (["--entry_norm", "False"], "entry_norm False does not go with norm_mode geo"), (["--device", "cuda"], "no such device"),
-    (["--device", "gpu"], "none of cpu, cuda, mps"), (["--device", "cpu:1"], "no such device"), (["--device", "cuda:x"], "no such device"),
-    (["sample", "--max_iters", "5"], "belongs to train"), (["stray"], "no command 'stray'"), (["--seed", "1", "stray", "2"], "stray"),
-    (["--resume"], "no checkpoint"), (["--resume", "--overwrite"], "does not go with"), (["--init_from", "nowhere.pt"], "no checkpoint nowhere.pt"),
-    (["sample"], "no checkpoint"), (["--data", "nowhere.txt"], "nowhere.txt"), (["--data", "shakespear"], "did you mean 'shakespeare'"),
-    (["--tokenizer", "chr"], "did you mean 'char'"), (["--block_size", "100000"], "--block_size 100000"), (["--max_iters", "--resume"], "max_iters")])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--learning_rat", "1"], "did you mean '--learning_rate'"),
+        (["trian"], "did you mean 'train'"),
+        (["--max_iters"], "expected one argument"),
+        (["--n_embd", "130", "--n_head", "4"], "n_embd 130 is not divisible by n_head 4"),
+        (["--n_embd", "36", "--n_head", "4"], "odd head size 9"),
+        (["--entry_norm", "False"], "entry_norm False does not go with norm_mode geo"),
+        (["--device", "cuda"], "no such device"),
+        (["--device", "gpu"], "none of cpu, cuda, mps"),
+        (["--device", "cpu:1"], "no such device"),
+        (["--device", "cuda:x"], "no such device"),
+        (["sample", "--max_iters", "5"], "belongs to train"),
+        (["stray"], "no command 'stray'"),
+        (["--seed", "1", "stray", "2"], "stray"),
+        (["--resume"], "no checkpoint"),
+        (["--resume", "--overwrite"], "does not go with"),
+        (["--init_from", "nowhere.pt"], "no checkpoint nowhere.pt"),
+        (["sample"], "no checkpoint"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--data", "shakespear"], "did you mean 'shakespeare'"),
+        (["--tokenizer", "chr"], "did you mean 'char'"),
+        (["--block_size", "100000"], "--block_size 100000"),
+        (["--max_iters", "--resume"], "max_iters"),
+    ],
+)
 def test_bad_command_lines_end_in_one_line(argv, words, book, capsys, monkeypatch):
     if torch.cuda.is_available() and "cuda" in argv:
         pytest.skip("this machine has one")
@@ -658,19 +1653,32 @@ def test_bad_command_lines_end_in_one_line(argv, words, book, capsys, monkeypatc
 # ----------------------------------------------------------------------------------------------------------------------
 # Training runs
 
+
 @pytest.fixture
 def book(tmp_path, monkeypatch):
-    """A small text; prepared data and the current folder are temporary ones."""
-    monkeypatch.setattr(prepare_data, "DATA_ROOT", tmp_path / "data")
+    """A small text, in a temporary folder that is the current one."""
     monkeypatch.chdir(tmp_path)
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     path = tmp_path / "book.txt"
-    path.write_text(" ".join("".join(random.choice(list("abcde"), 3)) for _ in range(900)) + "\n", encoding="utf-8")
+    path.write_text(" ".join("".join(rng.choice(list("abcde"), 3)) for _ in range(900)) + "\n", encoding="utf-8")
     return path
 
 
-SMALL = ["--n_layer=4", "--n_head=2", "--n_embd=16", "--block_size=8", "--batch_size=4", "--max_iters=6", "--eval_interval=2",
-         "--eval_iters=2", "--log_interval=2", "--warmup_iters=2", "--learning_rate=1e-2", "--device=cpu", "--max_new_tokens=5"]
+SMALL = [
+    "--n_layer=4",
+    "--n_head=2",
+    "--n_embd=16",
+    "--block_size=8",
+    "--batch_size=4",
+    "--max_iters=6",
+    "--eval_interval=2",
+    "--eval_iters=2",
+    "--log_interval=2",
+    "--warmup_iters=2",
+    "--learning_rate=1e-2",
+    "--device=cpu",
+    "--max_new_tokens=5",
+]
 
 
 def run_main(book, *argv, code=0):
@@ -698,7 +1706,11 @@ def log_rows(folder):
 
 
 CHANGES = [(f"--norm_mode={mode}",) for mode in MODES] + [
-    ("--optimizer=muon",), ("--dropout=0.3", "--gradient_accumulation_steps=2"), ("--dtype=bfloat16",), ("--dtype=float16",)]
+    ("--optimizer=muon",),
+    ("--dropout=0.3", "--gradient_accumulation_steps=2"),
+    ("--dtype=bfloat16",),
+    ("--dtype=float16",),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=" ".join)
@@ -721,6 +1733,7 @@ def test_resume_is_exact(change, book):
         if run.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         update(run)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Run, "update", interrupted)
         run_main(book, *change, "--out_dir=stopped", code=143)
@@ -743,7 +1756,15 @@ def test_exactly_max_iters_updates(book, monkeypatch):
 
 def test_looking_more_often_changes_nothing(book):
     run_main(book, "--dropout=0.3", "--out_dir=a")
-    run_main(book, "--dropout=0.3", "--out_dir=b", "--eval_interval=1", "--eval_iters=0", "--log_interval=1", "--sample_interval=1")
+    run_main(
+        book,
+        "--dropout=0.3",
+        "--out_dir=b",
+        "--eval_interval=1",
+        "--eval_iters=0",
+        "--log_interval=1",
+        "--sample_interval=1",
+    )
     a, b = checkpoint("a"), checkpoint("b")
     assert differences([a["model"], a["optimizers"]], [b["model"], b["optimizers"]]) == []
 
@@ -767,7 +1788,7 @@ def test_batches_are_a_function_of_seed_and_step(book):
     everything = stream.windows(np.array([0]), len(stream))[0]
     x, y = train.get_batch(stream, 3, o)
     assert x.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])
-    texts = {tuple(everything[i:i + 9]) for i in range(len(everything) - 8)}
+    texts = {tuple(everything[i : i + 9]) for i in range(len(everything) - 8)}
     assert all((*a.tolist(), b[-1].item()) in texts for a, b in zip(x, y))
     assert torch.equal(train.get_batch(stream, 3, o)[0], x)
     assert not torch.equal(train.get_batch(stream, 4, o)[0], x)
@@ -780,6 +1801,7 @@ def test_batches_are_a_function_of_seed_and_step(book):
 @pytest.mark.parametrize("length", [9, 10])
 def test_every_start_is_drawn(length):
     """In a text of exactly a window there is one place to start, in one that is a token longer there are two."""
+
     class Stream:
         def __len__(self):
             return length
@@ -788,6 +1810,7 @@ def test_every_start_is_drawn(length):
             assert (starts >= 0).all() and (starts + size <= length).all()
             self.starts = set(starts.tolist())
             return np.zeros((len(starts), size), dtype=np.int64)
+
     stream = Stream()
     train.get_batch(stream, 0, options(block_size=8, batch_size=64))
     assert stream.starts == set(range(length - 8))
@@ -810,7 +1833,9 @@ def test_same_start_and_batches_for_every_mode(book):
     runs = {mode: fresh_run(book, norm_mode=mode) for mode in MODES}
     geo = runs["geo"]
     for run in runs.values():
-        assert torch.equal(train.get_batch(run.tokens["train"], 5, run.o)[0], train.get_batch(geo.tokens["train"], 5, geo.o)[0])
+        assert torch.equal(
+            train.get_batch(run.tokens["train"], 5, run.o)[0], train.get_batch(geo.tokens["train"], 5, geo.o)[0]
+        )
         for name, residual in run.model.residuals().items():
             plain = geo.model.residuals()[name].F.matrices()
             for matrix, weight in residual.F.matrices().items():
@@ -830,9 +1855,20 @@ def test_a_run_is_never_destroyed(book, capsys):
         assert "another run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change, word", [("--norm_mode=pre", "norm_mode"), ("--learning_rate=0.5", "learning_rate"), ("--n_layer=3", "n_layer"),
-                                          ("--batch_size=2", "batch_size"), ("--seed=2", "seed"), ("--lr_decay_iters=9", "lr_decay_iters"),
-                                          ("--dropout=0.5", "dropout"), ("--optimizer=muon", "optimizer"), ("--size=small", "size")])
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ("--norm_mode=pre", "norm_mode"),
+        ("--learning_rate=0.5", "learning_rate"),
+        ("--n_layer=3", "n_layer"),
+        ("--batch_size=2", "batch_size"),
+        ("--seed=2", "seed"),
+        ("--lr_decay_iters=9", "lr_decay_iters"),
+        ("--dropout=0.5", "dropout"),
+        ("--optimizer=muon", "optimizer"),
+        ("--size=small", "size"),
+    ],
+)
 def test_resume_refuses_what_would_make_another_run(change, word, book, capsys):
     run_main(book)
     before = Path("out/last.pt").read_bytes()
@@ -869,6 +1905,7 @@ def test_not_finite_stops_the_run(poison, word, book, capsys, monkeypatch):
             parameters[0].grad.fill_(math.inf)
         calls.append(1)
         return clip(parameters, limit)
+
     poisoned_clip.calls = []
     monkeypatch.setattr(train.Run, "update", poisoned)
     if poison == "gradient":
@@ -891,7 +1928,9 @@ class FullDisk(io.BytesIO):
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(book, capsys, monkeypatch):
     save = torch.save
-    monkeypatch.setattr(torch, "save", lambda content, file: save(content, FullDisk() if content["step"] == 4 else file))
+    monkeypatch.setattr(
+        torch, "save", lambda content, file: save(content, FullDisk() if content["step"] == 4 else file)
+    )
     run_main(book, code=1)
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "No space left on device" in err and "out/best.pt" in err
@@ -900,17 +1939,23 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(book, capsys, monkeypatch):
 
 def test_kill_9_while_writing(book):
     """The process dies in the middle of writing a checkpoint: the one before is whole, and the run goes on from it."""
-    script = ("import os, signal, sys, torch, train, prepare_data\n"
-              f"prepare_data.DATA_ROOT = train.Path({str(book.parent / 'data')!r})\n"
-              "save = torch.save\n"
-              "def dying(content, file):\n"
-              "    if content['step'] == 4:\n"
-              "        file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
-              "    save(content, file)\n"
-              "torch.save = dying\n"
-              "train.main(sys.argv[1:])\n")
-    killed = subprocess.run([sys.executable, "-c", script, f"--data={book}", *SMALL], capture_output=True, check=False,
-                            env={**os.environ, "PYTHONPATH": str(Path(train.__file__).parent)})
+    script = (
+        "import os, signal, sys, torch, train, prepare_data\n"
+        f"prepare_data.DATA_ROOT = train.Path({str(book.parent / 'data')!r})\n"
+        "save = torch.save\n"
+        "def dying(content, file):\n"
+        "    if content['step'] == 4:\n"
+        "        file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    save(content, file)\n"
+        "torch.save = dying\n"
+        "train.main(sys.argv[1:])\n"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", script, f"--data={book}", *SMALL],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(train.__file__).parent)},
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert checkpoint("out")["step"] == 2
     assert train.main(["--resume"]) == 0
@@ -950,18 +1995,29 @@ def test_best_is_the_lowest_not_the_latest(book, capsys):
     assert checkpoint("out")["best_val"] == 2.0
 
 
-@pytest.mark.parametrize("damage, words", [
-    (lambda path: path.write_bytes(path.read_bytes()[:-2000]), "cannot be read"), (lambda path: path.write_bytes(b""), "cannot be read"),
-    (lambda path: path.write_text("hello"), "cannot be read"), (lambda path: torch.save({"model": {}}, path), "another program"),
-    (lambda path: torch.save([1, 2], path), "cannot be read"),
-    (lambda path: torch.save({**torch.load(path), "model_config": {"vocab_size": 6, "n_embd": 32, "n_head": 2}}, path), "another model"),
-    (lambda path: torch.save({**torch.load(path), "model_config": {"width": 6}}, path), "another model"),
-    (lambda path: torch.save({**torch.load(path), "tokenizer": {"name": "runes"}}, path), "")])
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-2000]), "cannot be read"),
+        (lambda path: path.write_bytes(b""), "cannot be read"),
+        (lambda path: path.write_text("hello"), "cannot be read"),
+        (lambda path: torch.save({"model": {}}, path), "another program"),
+        (lambda path: torch.save([1, 2], path), "cannot be read"),
+        (
+            lambda path: torch.save(
+                {**torch.load(path), "model_config": {"vocab_size": 6, "n_embd": 32, "n_head": 2}}, path
+            ),
+            "another model",
+        ),
+        (lambda path: torch.save({**torch.load(path), "model_config": {"width": 6}}, path), "another model"),
+        (lambda path: torch.save({**torch.load(path), "tokenizer": {"name": "runes"}}, path), ""),
+    ],
+)
 def test_damaged_checkpoints(damage, words, book, capsys):
     run_main(book)
     for name in ("best.pt", "last.pt"):
         damage(Path("out") / name)
-    for argv in (["sample"], ["--resume"], [f"--init_from=out/best.pt", "--out_dir=new", f"--data={book}"]):
+    for argv in (["sample"], ["--resume"], ["--init_from=out/best.pt", "--out_dir=new", f"--data={book}"]):
         capsys.readouterr()
         assert train.main(argv) == 2
         err = capsys.readouterr().err
@@ -973,7 +2029,14 @@ def test_fine_tuning_keeps_the_tokenizer(book, tmp_path, capsys):
     run_main(book, "--norm_mode=peri")
     other = tmp_path / "other.txt"
     other.write_text("ab ba " * 200, encoding="utf-8")  # its own alphabet would be smaller
-    tune = ["--init_from=out/best.pt", f"--data={other}", "--out_dir=tuned", "--max_iters=4", "--eval_interval=4", "--max_new_tokens=3"]
+    tune = [
+        "--init_from=out/best.pt",
+        f"--data={other}",
+        "--out_dir=tuned",
+        "--max_iters=4",
+        "--eval_interval=4",
+        "--max_new_tokens=3",
+    ]
     assert train.main([*tune, "--learning_rate=0", "--min_lr=0", "--weight_decay=0"]) == 0
     start, tuned = checkpoint("out", "best.pt"), checkpoint("tuned")
     assert tuned["tokenizer"] == start["tokenizer"] and tuned["options"]["norm_mode"] == "peri"
@@ -990,18 +2053,41 @@ def test_fine_tuning_keeps_the_tokenizer(book, tmp_path, capsys):
 # ----------------------------------------------------------------------------------------------------------------------
 # compare and probe
 
+
 def result(variant, learning_rate, seed, val_loss, tokens_per_s=100.0):
-    return {"variant": variant, "learning_rate": learning_rate, "seed": seed, "parameters": 10, "start_loss": 4.0,
-            "val_loss": val_loss, "tokens_per_s": tokens_per_s}
+    return {
+        "variant": variant,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "parameters": 10,
+        "start_loss": 4.0,
+        "val_loss": val_loss,
+        "tokens_per_s": tokens_per_s,
+    }
 
 
 def test_statistics_by_hand():
-    rows = [result("pre", 1e-3, 1, 2.0), result("pre", 1e-3, 2, 2.2), result("pre", 1e-3, 3, 2.4), result("pre", 9e-3, 1, 1.0),
-            result("pre", 9e-3, 2, 4.0), result("geo", 1e-3, 1, 1.9, 50), result("geo", 1e-3, 2, 2.0, 50),
-            result("geo", 1e-3, 3, 2.4, 50), result("geo", 9e-3, 1, math.nan), result("post", 1e-3, 1, 5.0)]
+    rows = [
+        result("pre", 1e-3, 1, 2.0),
+        result("pre", 1e-3, 2, 2.2),
+        result("pre", 1e-3, 3, 2.4),
+        result("pre", 9e-3, 1, 1.0),
+        result("pre", 9e-3, 2, 4.0),
+        result("geo", 1e-3, 1, 1.9, 50),
+        result("geo", 1e-3, 2, 2.0, 50),
+        result("geo", 1e-3, 3, 2.4, 50),
+        result("geo", 9e-3, 1, math.nan),
+        result("post", 1e-3, 1, 5.0),
+    ]
     pre, geo, post = train.summarise(rows)
     # at 9e-3 pre's mean would be lower, but one of its runs ended no lower than it began
-    assert (pre["learning_rate"], pre["diverged"], pre["runs"], pre["all_diverged"], pre["all_runs"]) == (1e-3, 0, 3, 1, 5)
+    assert (pre["learning_rate"], pre["diverged"], pre["runs"], pre["all_diverged"], pre["all_runs"]) == (
+        1e-3,
+        0,
+        3,
+        1,
+        5,
+    )
     assert (pre["mean"], pre["sd"]) == pytest.approx((2.2, 0.2))
     assert (geo["mean"], geo["sd"]) == pytest.approx((2.1, math.sqrt((0.04 + 0.01 + 0.09) / 2)))
     # differences -0.1, -0.2, 0.0: mean -0.1, standard deviation 0.1, standard error 0.1 / sqrt(3)
@@ -1011,24 +2097,42 @@ def test_statistics_by_hand():
     assert train.table([pre, geo, post]).splitlines()[2:] == [
         "| pre | 0.001 (0.001, 0.009) | 10 | 2.2000 ± 0.2000 | - | 1.00 | 0/3; 1/5 at all rates |",
         "| geo | 0.001 (0.001, 0.009) | 10 | 2.1000 ± 0.2646 | -0.1000 ± 0.0577 | 0.50 | 0/3; 1/4 at all rates |",
-        "| post | 0.001 (0.001) | 10 | - | - | 1.00 | 1/1; 1/1 at all rates |"]
+        "| post | 0.001 (0.001) | 10 | - | - | 1.00 | 1/1; 1/1 at all rates |",
+    ]
     (single,) = train.summarise([result("pre", 1e-3, 1, 2.0)])
     assert train.plus_minus(single["mean"], single["sd"]) == "2.0000"
 
 
 def test_plan_of_a_compare():
-    runs = train.plan({"norm_mode": ["pre", "geo"], "geo_decay": ["none", "sqrt"], "learning_rate": [1e-3, 2e-3], "seed": [1, 2]})
+    runs = train.plan(
+        {"norm_mode": ["pre", "geo"], "geo_decay": ["none", "sqrt"], "learning_rate": [1e-3, 2e-3], "seed": [1, 2]}
+    )
     variants = ["pre", "geo none", "geo sqrt"]  # geo's options make no variants of pre
     assert set(runs) == {(v, lr, seed) for v in variants for lr in (1e-3, 2e-3) for seed in (1, 2)}
     assert list(dict.fromkeys(v for v, _, _ in runs)) == variants
     assert list(train.plan({"norm_mode": ["pre"], "n_layer": [2, 3], "seed": [5]})) == [
-        ("n_layer=2", 3e-3, 5), ("n_layer=3", 3e-3, 5)]
+        ("n_layer=2", 3e-3, 5),
+        ("n_layer=3", 3e-3, 5),
+    ]
     with pytest.raises(train.UserError, match="entry_norm False"):
         train.plan({"norm_mode": ["pre", "geo"], "entry_norm": [True, False]})
 
 
-COMPARE = ["compare", "--norm_mode=pre,geo", "--seed=1,2", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=8",
-           "--batch_size=4", "--max_iters=4", "--eval_interval=2", "--eval_iters=2", "--warmup_iters=1", "--device=cpu"]
+COMPARE = [
+    "compare",
+    "--norm_mode=pre,geo",
+    "--seed=1,2",
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=16",
+    "--block_size=8",
+    "--batch_size=4",
+    "--max_iters=4",
+    "--eval_interval=2",
+    "--eval_iters=2",
+    "--warmup_iters=1",
+    "--device=cpu",
+]
 
 
 def results_without_time(folder):
@@ -1050,6 +2154,7 @@ def test_an_interrupted_compare_equals_an_unbroken_one(book, capsys):
         if len(count) == 7:  # in the second run, after its third update
             os.kill(os.getpid(), signal.SIGINT)
         update(run)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Run, "update", interrupted)
         assert train.main([*command, "--out_dir=broken"]) == 130
@@ -1075,6 +2180,7 @@ def test_a_diverged_run_is_a_row(book, capsys, monkeypatch):
         if run.o.norm_mode == "pre" and run.o.seed == 1 and run.step == 2:
             run.model.wte.weight.data.fill_(math.nan)
         update(run)
+
     monkeypatch.setattr(train.Run, "update", poisoned)
     assert train.main([*COMPARE, f"--data={book}"]) == 0
     rows = results_without_time("out")
@@ -1092,7 +2198,9 @@ def test_probe_command(book, capsys):
     assert train.main(["probe", "--out_dir=out"]) == 0
     out = capsys.readouterr().out
     assert Path("out/last.pt").read_bytes() == before
-    assert {"probe-rms.png", "probe-grad_norm.png", "probe-angle.png", "probe.csv"} <= {p.name for p in Path("out").iterdir()}
+    assert {"probe-rms.png", "probe-grad_norm.png", "probe-angle.png", "probe.csv"} <= {
+        p.name for p in Path("out").iterdir()
+    }
     run = train.start_run({"resume": True, "out_dir": "out"})
     window = next(train.eval_batches(run.tokens["val"], run.o))
     rows = run.model.probe(window[:, :-1], window[:, 1:])
@@ -1103,7 +2211,15 @@ def test_probe_command(book, capsys):
 
 
 def test_bench_measures_every_mode_against_pre(book, capsys):
-    small = ["--n_layer=4", "--n_head=2", "--n_embd=16", "--block_size=8", "--batch_size=2", "--device=cpu", "--max_iters=3"]
+    small = [
+        "--n_layer=4",
+        "--n_head=2",
+        "--n_embd=16",
+        "--block_size=8",
+        "--batch_size=2",
+        "--device=cpu",
+        "--max_iters=3",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "peak_mb", lambda given: 1.5)  # a process of its own for each mode takes long
         patch.setattr(train.multiprocessing, "get_context", lambda kind: InProcess())
@@ -1158,7 +2274,10 @@ def test_readme_mode_runs_as_it_stands(book, capsys):
 def test_imports_run_one_way():
     """geogpt.py needs torch and the standard library alone; importing any file prints and changes nothing."""
     folder = Path(train.__file__).parent
-    imported = {(node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
-                for node in ast.walk(ast.parse((folder / "geogpt.py").read_text(encoding="utf-8")))
-                if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
+        for node in ast.walk(ast.parse((folder / "geogpt.py").read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
     assert imported <= {"torch", *sys.stdlib_module_names}

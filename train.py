@@ -59,7 +59,7 @@ def opt(default, help, low=None, high=None, choices=None, resumable=False):
 _LARGE = dict(block_size=512, dropout=0.0, tie_weights=False, max_iters=20_000, batch_size=32,
               gradient_accumulation_steps=8, warmup_iters=500, beta2=0.95, eval_interval=500)
 SIZES = {
-    "baby": dict(n_layer=4, n_head=4, n_embd=128, block_size=128, dropout=0.0, tie_weights=True, max_iters=2000,
+    "baby": dict(n_layer=4, n_head=4, n_embd=128, block_size=128, dropout=0.0, tie_weights=True, max_iters=1500,
                  batch_size=16, gradient_accumulation_steps=1, learning_rate=3e-3, warmup_iters=100, beta2=0.99,
                  eval_interval=250),
     "small": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.2, tie_weights=True, max_iters=5000,
