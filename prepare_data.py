@@ -746,14 +746,15 @@ def same_file(path, file):
         return False
 
 
-def prepare(data="python", tokenizer="auto", out_dir=None, shards=None, limit=None, root=None):
+def prepare(data="python", tokenizer="auto", out_dir=None, shards=None, limit=None, root=None, quiet=False):
     """
     Tokenise a data set unless that is done already; returns the folder (Path) with its token files and meta.json.
 
     data: a name in DATASETS, the path of a text file or a folder of them, or of a folder that holds token files.
     tokenizer: "auto", "char", "byte", a tiktoken name, or a Tokenizer, whose vocabulary is kept (for fine-tuning).
     out_dir: the result's folder, else one below root (data/ beside this file). shards of fineweb, limit in MB of books:
-    as many as are there, else 1 and 100. UserError for whatever the user can mend; nothing half-written is left.
+    as many as are there, else 1 and 100. quiet: not a word where nothing is to be done. UserError for whatever the user
+    can mend; nothing half-written is left.
     """
     data, root = str(data), Path(root or DATA_ROOT)
     try:
@@ -766,11 +767,11 @@ def prepare(data="python", tokenizer="auto", out_dir=None, shards=None, limit=No
         tokenizer, label = choose_tokenizer(data, tokenizer)
         if data == "fineweb":
             folder = Path(out_dir or root / "fineweb-gpt2")
-            return prepare_fineweb(tokenizer, folder, shards or prepared_with("shards", folder) or 1)
+            return prepare_fineweb(tokenizer, folder, shards or prepared_with("shards", folder) or 1, quiet)
         limit = limit or prepared_with("limit", Path(out_dir or root / f"{data}-{label}")) or 100
         source = find_source(data, limit, root / "downloads")
         source.options = {"format": FORMAT, "name": source.label, "tokenizer": label} | source.options
-        return prepare_source(source, tokenizer, Path(out_dir or root / f"{source.label}-{label}"))
+        return prepare_source(source, tokenizer, Path(out_dir or root / f"{source.label}-{label}"), quiet)
     except OSError as e:
         where = e.filename or out_dir or root
         if e.errno in DISK_ERRORS:
@@ -865,7 +866,7 @@ def check_place(folder):
         raise UserError(f"{folder} holds other files; give --out a new or an empty folder")
 
 
-def prepare_source(source, tokenizer, folder):
+def prepare_source(source, tokenizer, folder, quiet):
     """prepare() for whatever has to be tokenised."""
     folder = Path(os.path.abspath(folder))
     if stale(folder, source) is not None:
@@ -879,7 +880,8 @@ def prepare_source(source, tokenizer, folder):
                     print(f"{folder} {reason}; preparing it again", flush=True)
                 replace_folder(folder, lambda temporary: build(source, tokenizer, temporary))
                 return tell(folder)
-    print(f"{folder} is ready: nothing to do", flush=True)
+    if not quiet:
+        print(f"{folder} is ready: nothing to do", flush=True)
     return folder
 
 
@@ -899,7 +901,7 @@ def replace_folder(folder, fill):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def prepare_fineweb(tokenizer, folder, shards):
+def prepare_fineweb(tokenizer, folder, shards, quiet):
     """prepare() for shards that are tokens already: they are downloaded and used as they are."""
     if getattr(tokenizer, "name", tokenizer) != "gpt2":
         raise UserError("fineweb comes in GPT-2 tokens; leave --tokenizer out, or give gpt2")
@@ -910,7 +912,8 @@ def prepare_fineweb(tokenizer, folder, shards):
         if (folder / "meta.json").exists():
             meta = read_meta(folder)
             if meta["source"] == origin and all(open_splits(folder, meta, split) for split in SPLITS):
-                print(f"{folder} is ready: nothing to do", flush=True)
+                if not quiet:
+                    print(f"{folder} is ready: nothing to do", flush=True)
                 return folder
     except UserError as e:
         print(f"{e}; downloading what is missing", flush=True)

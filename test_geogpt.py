@@ -1715,7 +1715,7 @@ CHANGES = [(f"--norm_mode={mode}",) for mode in MODES] + [
 
 @pytest.mark.parametrize("change", CHANGES, ids=" ".join)
 def test_resume_is_exact(change, book):
-    """Stopped by a signal at an odd step, and stopped at its end and prolonged: both equal the unbroken run, bit for bit."""
+    """Stopped by a signal at an odd step, or ended and prolonged: both equal the unbroken run, bit for bit."""
     change = ("--dropout=0.2", *change)
     run_main(book, *change, "--out_dir=whole")
     run_main(book, *change, "--out_dir=again")
@@ -1829,7 +1829,7 @@ def test_whole_evaluation_predicts_each_token_once(book):
 
 
 def test_same_start_and_batches_for_every_mode(book):
-    """Fairness: under one seed all modes see the same batches and start from the same draws, up to a mode's own scale."""
+    """Fairness: under one seed all modes see the same batches and start from the same draws, up to their scale."""
     runs = {mode: fresh_run(book, norm_mode=mode) for mode in MODES}
     geo = runs["geo"]
     for run in runs.values():

@@ -18,7 +18,6 @@ Exit codes: 0 done; 1 the run failed (loss not finite, disk full); 2 the input w
 """
 import argparse
 import csv
-import errno
 import itertools
 import json
 import math
@@ -77,7 +76,7 @@ class Options:
     # where things are
     out_dir: str = opt("out", "folder of the run: checkpoints, log.csv, config.json", resumable=True)
     data: str = opt("python", "data set name, or path of a text file or folder: see prepare_data.py")
-    tokenizer: str = opt("auto", "char, byte, gpt2 or any tiktoken name; auto is char for texts")
+    tokenizer: str = opt("auto", "char, byte, gpt2 or any tiktoken name; auto is char for your texts")
     init_from: str = opt("", "start from the weights and tokenizer of this checkpoint (fine-tuning)")
     resume: bool = opt(False, "go on from last.pt in out_dir")
     overwrite: bool = opt(False, "replace the run that is in out_dir")
@@ -311,7 +310,7 @@ def write_atomically(path, write):
 
 def file_error(e, path):
     """UserError for an OSError about path: a failing disk is a failed run, any other reason is for the user to mend."""
-    failed = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    failed = e.errno in prepare_data.DISK_ERRORS
     remedy = "make room, then go on with --resume" if failed else "choose another folder"
     return UserError(f"cannot use {path} ({e.strerror or e}); {remedy}", code=1 if failed else 2)
 
@@ -742,7 +741,7 @@ def start_run(given):
             finetune_options(o, given, checkpoint, path)
     if checkpoint:
         model, tokenizer = load_model(checkpoint, path, block_size=o.block_size, dropout=o.dropout)
-    folder = prepare_data.prepare(o.data, tokenizer if o.init_from else o.tokenizer)
+    folder = prepare_data.prepare(o.data, tokenizer if o.init_from else o.tokenizer, quiet=True)
     tokens, data = open_tokens(folder, o)
     own_tokenizer = prepare_data.tokenizer_from_spec(prepare_data.read_meta(folder)["tokenizer"])
     if not checkpoint:
