@@ -10,18 +10,19 @@ A Transformer is a *residual stream* x, one vector of width C per token, that 2L
 attention, MLP, ...) read and change in turn. How a change enters the stream is the whole subject of this file:
 
     pre    x <- x + F(N(x))                 GPT-2                      the stream grows
-    post   x <- N(x + F(x))                 Vaswani et al. 2017        it is put back to length sqrt(C) each time
-    peri   x <- x + N(F(N(x)))              Peri-LN, arXiv 2502.02732  it grows, at a rate that is known
-    geo    x <- exp_x(eta_k P_x F(x))       GeoNorm, arXiv 2601.22095  it never leaves the sphere of radius sqrt(C)
+    post   x <- N(x + F(x))                 Vaswani et al. 2017        it is put back to RMS 1 (times a gain) each time
+    peri   x <- x + N(F(N(x)))              Peri-LN, arXiv 2502.02732  it grows, by writes of RMS 1 (times a gain)
+    geo    x <- exp_x(eta_k P_x F(x))       GeoNorm, arXiv 2601.22095  it stays on the sphere of radius sqrt(C)
 
 N is an RMSNorm with a learnable gain. Each line is one class below, and its `forward` is that line.
-Read in this order: exp_map, Residual and its subclasses, Attention and MLP, GPT.
+Read in this order: project and exp_map, Residual and its subclasses, Attention and MLP, GPT.
 
-What is certain about GeoNorm, and what is our reading. Certain from the paper's abstract and figures: sublayer
-outputs are taken as update directions, the update is a geodesic one, by the exponential map of the sphere, and its
-step decays with depth by a schedule (sqrt, linear or harmonic), as a learning rate does with time. Our reading: the
-sublayers see x itself, without an inner norm (x always has RMS 1, so there is nothing to normalise); the step starts
-at alpha = 1; and the angle of one step is clamped to pi/4, once, after the decay. Each is an option or one line.
+What is certain about GeoNorm, and what is our reading. From the paper's abstract: sublayer outputs are taken as update
+directions, the update is a geodesic one, and its step decays with depth as a learning rate does with time. From its
+figures: the exponential map of the sphere, and the schedules sqrt, linear and harmonic. Our reading: the sublayers see
+x itself, without an inner norm (x always has RMS 1, so there is nothing to normalise), while an entry norm puts x on
+the sphere and a final norm gives the head a gain; k counts blocks; the step starts at alpha = 1; and the angle of one
+step is clamped to pi/4, once, after the decay. Each is an option or one line.
 """
 import math
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ NORM_EPS = 1e-6  # under the root of every RMSNorm
 def project(x, g):
     """P_x g = g - (<x,g>/<x,x>) x, the part of g tangent to the sphere at x. x, g: (..., C); returns (P_x g, <x,x>)."""
     g = g.to(x.dtype)  # under autocast F returns bf16; the stream and all of this stay fp32
-    # r^2 is measured: with the constant C, rounding of |x| would grow from layer to layer. The clamp is for x = 0,
-    # which dropout can leave of a narrow embedding.
+    # r^2 is measured: with the constant C, rounding of |x| can grow from layer to layer. The clamp is for x = 0, which
+    # dropout can leave of a narrow embedding.
     rr = (x * x).sum(-1, keepdim=True).clamp(min=1e-12)  # (..., 1), like all that is one number per token
     rho = (x * g).sum(-1, keepdim=True) / rr
     return g - rho * x, rr
@@ -50,23 +51,25 @@ def exp_map(x, g, eta=1.0, max_angle=math.pi / 4):
     """
     Walk from x along the sphere |x| = const in the direction of g: x' = exp_x(eta P_x g)  (arXiv 2601.22095).
 
-    P_x g = g - rho x, with rho = <x,g>/<x,x>, is the part of g that is tangent to the sphere at x. The radial part
-    would only change the length of x, which the sphere forbids. The geodesic (a great circle) leaves x in that
-    direction, and a tangent step of length s turns x by s/|x|. With t = |P_x g|/|x|, the angle of a full step:
+    Only the tangent part P_x g counts: the radial part, rho x with rho = <x,g>/<x,x>, would change |x|. The geodesic (a
+    great circle) leaves x in the direction of P_x g, and a tangent step of length s turns x by s/|x|. With
+    t = |P_x g|/|x|, the angle of a full step:
 
         x' = cos(th) x + sin(th)/t P_x g,    th = min(eta t, max_angle)
 
-    x, g: (..., C); eta: step size; max_angle: radians, 0 turns the clamp off. Returns (..., C) in the dtype of x.
-    |x'| = |x| up to 1e-5 in fp32 for |rho| <= 10. Value and gradient are finite for g = 0, for g parallel to x, and for
-    any |g_i| up to 1e15.
+    x, g: (..., C); eta: step size, up to 1000; max_angle: radians, 0 turns the clamp off. Returns (..., C) in the dtype
+    of x. |x'| = |x| up to 1e-5 in fp32 for |rho| <= 10. Value and gradient are finite for g = 0, for g parallel to x,
+    and for any |g_i| up to 1e15.
 
     How it relates to its neighbours:
-    - For small g, x' = x + eta P_x g up to O(t^2): Pre-Norm's addition, less the part that makes the stream grow.
+    - For small g, x' = x + eta P_x g up to O(t^2): Pre-Norm's addition without its radial part, which to first order
+      is all that changes |x|. (The tangent part still lengthens a Pre-Norm stream, by t^2/2.)
     - Post-Norm without a gain, |x| (x + g)/|x + g|, moves along the same great circle, by the angle atan2(t, 1 + rho)
       in place of t. It is a retraction: a cheaper map that agrees with exp_x to first order.
-    - A Pre-Norm stream is read through N, so only its direction counts. It grows, so write number k turns it by about
-      k^(-1/2) when the writes are unrelated (|x| ~ sqrt(k)), or by 1/k when they share a direction (|x| ~ k) beside
-      independent parts. These are the sqrt and the harmonic schedule: geo has to be told what Pre-Norm does unasked.
+    - A Pre-Norm stream is read through N, so only its direction counts. It grows: once the writes outweigh the
+      embedding, write number j turns it by about j^(-1/2) when the writes are unrelated (|x| ~ sqrt(j)), or by 1/j when
+      they share a direction (|x| ~ j) beside independent parts. Up to a constant (a block makes two writes) these are
+      the sqrt and the harmonic schedule: geo has to be told what Pre-Norm does unasked.
     """
     p, rr = project(x, g)
     # |p|^2 from |g|^2 - rho^2 |x|^2 would save a pass, but lose all digits where rho is large
@@ -135,6 +138,11 @@ class Residual(nn.Module):
         """Raise ValueError where this mode cannot work with the config."""
 
 
+def gpt2_scale(matrix, L):
+    """GPT-2's initial scale: the 2L writes start so small that all of them together have about unit size."""
+    return 1 / math.sqrt(2 * L) if matrix in ("out", "proj") else 1.0
+
+
 @norm_mode("pre")
 class Pre(Residual):
     """Pre-Norm (GPT-2): the stream itself is never normalised, so 2L unit-size writes would grow it to sqrt(2L)."""
@@ -143,8 +151,8 @@ class Pre(Residual):
     def forward(self, x):
         return x + self.F(self.N(x))
 
-    def init_scale(self, matrix):  # GPT-2's answer: writes that start so small that all of them together have unit size
-        return 1 / math.sqrt(2 * self.L) if matrix in ("out", "proj") else 1.0
+    def init_scale(self, matrix):
+        return gpt2_scale(matrix, self.L)
 
 
 @norm_mode("post")
@@ -168,7 +176,8 @@ class Peri(Residual):
 
 @norm_mode("geo")
 class Geo(Residual):
-    """GeoNorm (arXiv 2601.22095): x follows F(x) along the sphere. F reads x itself, which has RMS 1 already."""
+    """GeoNorm (arXiv 2601.22095): x follows F(x) along the sphere. F reads x itself, which has RMS 1 already, and the
+    final norm does no more than give the head a gain."""
 
     def __init__(self, F, config, k):
         super().__init__(F, config, k)
@@ -189,7 +198,7 @@ class Geo(Residual):
 # Sublayers
 
 class KVCache:
-    """Keys and values of the tokens one Attention has seen, so that the next token costs one column, not a square."""
+    """Keys and values of the tokens one Attention has seen, so that the next one costs one row of attention, not T."""
 
     def __init__(self, size):
         self.size, self.length = size, 0
@@ -232,11 +241,11 @@ class Attention(nn.Module):
     def forward(self, x):
         B, T, C = x.shape
         nh, hs = self.n_head, C // self.n_head
-        past = self.cache.length if self.cache else 0  # tokens already in the cache; if any, T is 1
+        past = self.cache.length if self.cache is not None else 0  # tokens already in the cache; if any, T is 1
         heads = self.c_attn(x).view(B, T, 3 * nh, hs).transpose(1, 2)  # (B, 3 nh, T, hs)
         qk, v = heads.split((2 * nh, nh), dim=1)
         q, k = self.rotate(qk, past).chunk(2, dim=1)  # each (B, nh, T, hs)
-        if self.cache:
+        if self.cache is not None:
             k, v = self.cache.append(k, v)  # (B, nh, past + T, hs)
         y = scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=past == 0)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side
@@ -325,7 +334,7 @@ def context_start(n, block_size):
     Where the context of a text of n tokens begins: at 0 while it fits, then at multiples of half a block.
 
     The start stays put for block_size/2 tokens at a time, so a key/value cache can be filled once and grown token by
-    token; and it depends on n alone, so a text has one continuation however it was generated.
+    token; and it depends on n alone: how the text came about does not change what the model makes of it.
     """
     half = max(block_size // 2, 1)
     return half * max(0, math.ceil((n - block_size) / half))
@@ -336,7 +345,7 @@ class GPT(nn.Module):
     Token embedding, entry norm, L blocks, final norm (where the mode has one), head.
 
     The entry norm is gain-free and stands in every mode: geo cannot do without (it puts the stream on the sphere), and
-    with unit-size sublayers an embedding of std 0.02 would drown in the first write, whatever the mode.
+    an embedding of std 0.02 would drown in the first write of every mode that normalises what F reads or writes.
     """
 
     def __init__(self, config):
@@ -374,7 +383,7 @@ class GPT(nn.Module):
         return {f"{k}.{name}": residual for k, block in enumerate(self.blocks, 1)
                 for name, residual in (("attn", block.attn), ("mlp", block.mlp))}
 
-    def hidden(self, idx):
+    def features(self, idx):
         """Token ids (B, T) -> what the head reads (B, T, C)."""
         if idx.size(1) > self.config.block_size:
             raise ValueError(f"{idx.size(1)} tokens do not fit into block_size {self.config.block_size}")
@@ -390,7 +399,7 @@ class GPT(nn.Module):
         idx: (B, T) int64, T <= block_size; targets: (B, T) int64 or None, -1 where nothing is to be predicted.
         Returns (logits (B, T, rows of the head), loss): the mean cross-entropy in nats per token, or None.
         """
-        logits = self.lm_head(self.hidden(idx))
+        logits = self.lm_head(self.features(idx))
         if targets is None:
             return logits, None
         return logits, cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
@@ -400,7 +409,7 @@ class GPT(nn.Module):
     def configure_optimizer(self, learning_rate, weight_decay=0.1, betas=(0.9, 0.95), optimizer="adamw"):
         """
         A list of optimizers: [AdamW], or [AdamW, Muon] where Muon takes the hidden matrices and AdamW the rest.
-        Matrices decay, gains do not. Each param group remembers its own full rate as `base_lr`.
+        Matrices decay, gains do not. ValueError for another name, or for a parameter that no group would hold.
         """
         hidden = [p for p in self.blocks.parameters() if p.dim() == 2]
         in_blocks = {id(p) for p in hidden}
@@ -426,7 +435,7 @@ class GPT(nn.Module):
     def flops_per_token(self):
         """
         Floating-point operations of forward and backward per token (PaLM, arXiv 2204.02311, appendix B): 6 for each
-        weight that multiplies, and 12 L C T for attention's two products of queries, keys and values.
+        weight that multiplies, and 12 L C T for attention's products QK^T and AV, the causal half not deducted.
         """
         c = self.config
         lookup_only = 0 if c.tie_weights else self.wte.weight.numel()
@@ -440,7 +449,7 @@ class GPT(nn.Module):
 
             name        "1.attn", "1.mlp", "2.attn", ...
             rms, max    root mean square and largest |value| of the stream after the update
-            update_rms  root mean square of F's output
+            F_rms       root mean square of F's output
             cos         mean over tokens of the cosine between the stream before and F's output
             angle       mean angle in radians by which the stream turned
             clamped     share of tokens that turned by geo's max_angle; 0 for other modes
@@ -448,24 +457,25 @@ class GPT(nn.Module):
 
         Changes no weight, no gradient and no random state.
         """
-        rows, updates, handles = [], {}, []
+        rows, outputs, handles = [], {}, []
 
         def keep(name):
-            return lambda F, inputs, out: updates.update({name: out.detach()})
+            return lambda F, inputs, out: outputs.update({name: out})
 
         def measure(name):
             def hook(residual, inputs, x_new):
-                x, g, x_new = (tensor.detach().double() for tensor in (inputs[0], updates[name], x_new))
+                # on the CPU: mps has no float64
+                x, g, x_new = (t.detach().cpu().double() for t in (inputs[0], outputs[name], x_new))
                 unit, unit_new = (t / t.norm(dim=-1, keepdim=True) for t in (x, x_new))
                 # 2 asin(|u - u'| / 2) is exact for small angles, where acos of the cosine is not
                 angle = 2 * ((unit - unit_new).norm(dim=-1) / 2).clamp(max=1).asin()
                 limit = getattr(residual, "max_angle", 0.0)
                 rows.append({
                     "name": name, "rms": x_new.square().mean().sqrt().item(), "max": x_new.abs().max().item(),
-                    "update_rms": g.square().mean().sqrt().item(),
+                    "F_rms": g.square().mean().sqrt().item(),
                     "cos": nn.functional.cosine_similarity(x, g, dim=-1).mean().item(),
                     "angle": angle.mean().item(),
-                    "clamped": (angle > limit - 1e-4).double().mean().item() if limit else 0.0})
+                    "clamped": (angle > 0.999 * limit).double().mean().item() if limit else 0.0})
             return hook
 
         was_training = self.training
@@ -476,9 +486,10 @@ class GPT(nn.Module):
                             residual.register_forward_hook(measure(name))]
             with torch.enable_grad():
                 _, loss = self(idx, targets)
-            for row, residual in zip(rows, self.residuals().values(), strict=True):
-                grads = torch.autograd.grad(loss, list(residual.F.parameters()), retain_graph=True)
-                row["grad_norm"] = torch.stack([grad.norm() for grad in grads]).norm().item()
+            weights = [list(residual.F.parameters()) for residual in self.residuals().values()]
+            grads = iter(torch.autograd.grad(loss, sum(weights, [])))
+            for row, matrices in zip(rows, weights, strict=True):
+                row["grad_norm"] = torch.stack([next(grads).norm() for _ in matrices]).norm().item()
         finally:
             for handle in handles:
                 handle.remove()
@@ -492,13 +503,13 @@ class GPT(nn.Module):
         """
         Continue idx (B, n), n >= 1, by max_new_tokens sampled tokens; returns (B, n + max_new_tokens).
 
-        temperature: 0 is greedy; top_k: keep the k likeliest tokens (0, or beyond the vocabulary: all); top_p: keep the
-        likeliest tokens that together reach this probability (1: all). generator: torch.Generator on the model's
-        device; None starts one from the last torch.manual_seed. The global random state and the model's mode stay as
-        they were. ValueError for an empty idx or options out of range.
+        temperature: 0 (below 1e-5) is greedy; top_k: keep the k likeliest tokens (0, or beyond the vocabulary: all);
+        top_p: keep the likeliest tokens that together reach this probability (1: all). generator: torch.Generator on
+        the model's device; None starts one from the last torch.manual_seed, so that two calls give one text. The global
+        random state and the model's mode stay as they were. ValueError for an empty idx or options out of range.
 
-        Exact: each token is drawn from forward(idx[:, context_start(n):]). The cache is refilled when that start moves;
-        a cache that slid would keep values computed from tokens it has dropped.
+        Exact up to rounding: each token is drawn from forward(idx[:, context_start(n):]). The cache is refilled when
+        that start moves; a cache that slid would keep values computed from tokens it has dropped.
         """
         if idx.size(1) < 1:
             raise ValueError("generate needs at least one token to continue")
@@ -518,7 +529,7 @@ class GPT(nn.Module):
                     new = idx[:, start:]
                     for attention in attentions:
                         attention.cache = KVCache(self.config.block_size)
-                logits = self.lm_head(self.hidden(new)[:, -1])[:, :self.config.vocab_size]  # (B, vocab_size)
+                logits = self.lm_head(self.features(new)[:, -1])[:, :self.config.vocab_size]  # (B, vocab_size)
                 idx = torch.cat((idx, sample_token(logits, temperature, top_k, top_p, generator)), dim=1)
         finally:
             for attention in attentions:
@@ -529,7 +540,7 @@ class GPT(nn.Module):
 
 def sample_token(logits, temperature, top_k, top_p, generator):
     """Draw one token per row of logits (B, V); returns (B, 1). Options as in GPT.generate."""
-    if temperature < 1e-5:  # also spares fp32 the division by a number it cannot tell from 0
+    if temperature < 1e-5:  # as good as greedy, and logits / temperature could overflow
         return logits.argmax(-1, keepdim=True)
     logits = logits.float() / temperature
     if 0 < top_k < logits.size(-1):
@@ -549,7 +560,8 @@ def sample_token(logits, temperature, top_k, top_p, generator):
 
 @norm_mode("deepnorm")
 class DeepNorm(Post):
-    """DeepNorm (arXiv 2203.00555, decoder-only): Post-Norm with a heavier stream and, to match, smaller weights."""
+    """DeepNorm (arXiv 2203.00555, decoder-only): Post-Norm with a heavier stream and, to match, smaller weights. The
+    paper's beta scales Xavier's initial weights, here it scales ours."""
 
     def forward(self, x):
         return self.N((2 * self.L) ** 0.25 * x + self.F(x))
@@ -562,7 +574,9 @@ class DeepNorm(Post):
 class Sandwich(Peri):
     """Sandwich-LN (CogView, arXiv 2105.13290): Peri-LN's formula, found earlier, on GPT-2's initial weights. The output
     norm cancels their smaller scale in forward; only how fast those weights then turn differs."""
-    init_scale = Pre.init_scale
+
+    def init_scale(self, matrix):
+        return gpt2_scale(matrix, self.L)
 
 
 @norm_mode("reorder")
@@ -593,7 +607,7 @@ class MixLN(Residual):
         return self.N(x + self.F(x)) if self.k <= self.L // 4 else x + self.F(self.N(x))
 
     def init_scale(self, matrix):
-        return 1.0 if self.k <= self.L // 4 else Pre.init_scale(self, matrix)
+        return 1.0 if self.k <= self.L // 4 else gpt2_scale(matrix, self.L)
 
     @staticmethod
     def check(config):

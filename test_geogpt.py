@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -302,8 +303,10 @@ def stream64(model, mode, tokens):
 @pytest.mark.parametrize("mode", MODES)
 def test_model_equals_its_formulas(mode, n_layer):
     model, tokens = tiny(mode, n_layer), ids(1, 8)
-    # the rotary tables are made in fp32, hence 1e-6
-    torch.testing.assert_close(model.hidden(tokens)[0].detach(), stream64(model, mode, tokens[0]), rtol=1e-6, atol=1e-6)
+    # 1e-6 because the rotary tables are made in fp32
+    torch.testing.assert_close(
+        model.features(tokens)[0].detach(), stream64(model, mode, tokens[0]), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -330,7 +333,7 @@ def test_zero_out_projections_leave_what_the_formula_says(mode):
             x = rms_norm64(factor * x, gain.weight)
     if mode not in ("post", "deepnorm", "keel"):
         x = rms_norm64(x, model.final_norm.weight)
-    torch.testing.assert_close(model.hidden(tokens), x, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model.features(tokens), x, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -426,7 +429,7 @@ def test_entry_norm_off_is_the_papers_form():
     for residual in model.residuals().values():
         residual.F.matrices().get("out", residual.F.matrices().get("proj")).data.zero_()
     expected = rms_norm64(model.wte.weight[tokens], model.final_norm.weight)
-    torch.testing.assert_close(model.hidden(tokens), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model.features(tokens), expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="entry_norm False does not go with norm_mode geo"):
         tiny("geo", entry_norm=False)
 
@@ -544,7 +547,7 @@ def test_probe_reads_what_is_there_and_changes_nothing(mode):
         expected = {
             "rms": after.square().mean().sqrt(),
             "max": after.abs().max(),
-            "update_rms": update.square().mean().sqrt(),
+            "F_rms": update.square().mean().sqrt(),
             "cos": ((stream * update).sum(-1) / stream.norm(dim=-1) / update.norm(dim=-1)).mean(),
             "angle": turned.mean(),
             "clamped": (turned > math.pi / 4 - 1e-4).double().mean() if mode == "geo" else 0.0,
@@ -2114,8 +2117,18 @@ def test_plan_of_a_compare():
         ("n_layer=2", 3e-3, 5),
         ("n_layer=3", 3e-3, 5),
     ]
+    without = train.plan({"norm_mode": ["pre", "geo"], "entry_norm": [True, False]})
+    assert [v for v, _, _ in without] == ["pre entry_norm=True", "pre entry_norm=False", "geo entry_norm=True"]
     with pytest.raises(train.UserError, match="entry_norm False"):
-        train.plan({"norm_mode": ["pre", "geo"], "entry_norm": [True, False]})
+        train.plan({"norm_mode": ["geo"], "entry_norm": [False]})
+    # every run has a folder of its own
+    keys = [
+        (variant, rate, seed)
+        for variant in ("pre", "geo")
+        for rate in (0.001, 0.0010000001)
+        for seed in (1234567, 1234568)
+    ]
+    assert len({train.run_folder(Path("out"), key) for key in keys}) == 8
 
 
 COMPARE = [
@@ -2222,7 +2235,7 @@ def test_bench_measures_every_mode_against_pre(book, capsys):
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "peak_mb", lambda given: 1.5)  # a process of its own for each mode takes long
-        patch.setattr(train.multiprocessing, "get_context", lambda kind: InProcess())
+        patch.setattr(train, "ProcessPoolExecutor", InProcess)
         assert train.main(["bench", *small]) == 0
     header, *rows = (line.split(",") for line in Path("out/bench.csv").read_text().splitlines())
     assert header == ["norm_mode", "compile", "ms_per_step", "tokens_per_s", "ratio", "peak_mb"]
@@ -2233,10 +2246,10 @@ def test_bench_measures_every_mode_against_pre(book, capsys):
 
 
 class InProcess:
-    """Stands in for multiprocessing: a pool that runs what it is given at once, here."""
+    """Stands in for ProcessPoolExecutor: runs what is submitted at once, here."""
 
-    def Pool(self, processes):
-        return self
+    def __init__(self, workers, mp_context):
+        pass
 
     def __enter__(self):
         return self
@@ -2244,8 +2257,10 @@ class InProcess:
     def __exit__(self, *exception):
         pass
 
-    def apply(self, function, args):
-        return function(*args)
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
 
 
 def test_readme_mode_runs_as_it_stands(book, capsys):

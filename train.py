@@ -18,6 +18,7 @@ Exit codes: 0 done; 1 the run failed (loss not finite, disk full); 2 the input w
 """
 import argparse
 import csv
+import io
 import itertools
 import json
 import math
@@ -29,6 +30,7 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -39,7 +41,7 @@ from tqdm import tqdm
 
 import prepare_data
 from geogpt import GEO_DECAYS, GPT, NORM_MODES, GPTConfig
-from prepare_data import UserError, closest
+from prepare_data import Parser, UserError, closest
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Options: one dataclass; the command line, its help and its checks are made from it
@@ -89,9 +91,9 @@ class Options:
     n_embd: int = opt(None, "width of the stream (by size)", 1, 10**6)
     block_size: int = opt(None, "tokens of context (by size)", 1, 10**6)
     dropout: float = opt(None, "0 for large texts, 0.1 to 0.3 for ones read many times over (by size)", 0.0, 0.999)
-    entry_norm: bool = opt(True, "RMSNorm right after the embedding; False is the papers' form, geo needs True")
+    entry_norm: bool = opt(True, "RMSNorm right after the embedding; False: without, as in most papers; geo needs it")
     geo_decay: str = opt("harmonic", "geo: how the step shrinks with depth", choices=tuple(GEO_DECAYS))
-    geo_alpha: float = opt(1.0, "geo: step of the first block", 1e-6, 1e6)
+    geo_alpha: float = opt(1.0, "geo: step of the first block", 1e-6, 1e3)
     geo_max_angle: float = opt(math.pi / 4, "geo: most radians a sublayer may turn the stream; 0: no clamp", 0, math.pi)
     tie_weights: bool = opt(None, "share embedding and head; untied the head starts at zero (by size)")
     # optimisation
@@ -136,7 +138,7 @@ COMMAND_OPTIONS = {
     "train": [f.name for f in fields(Options)],
     "sample": ["out_dir", *SAMPLING_OPTIONS, "seed", "device", "dtype"],
     "compare": [f.name for f in fields(Options) if f.name not in ONE_RUN_OPTIONS],
-    "probe": ["out_dir", "data", "tokenizer", "size", *MODEL_OPTIONS, "batch_size", "seed", "device", "dtype"],
+    "probe": ["out_dir", "data", "tokenizer", "size", *MODEL_OPTIONS, "batch_size", "seed", "device"],
     "bench": ["out_dir", "size", *MODEL_OPTIONS, "optimizer", "max_iters", "batch_size", "gradient_accumulation_steps",
               "seed", "device", "dtype", "compile"],
 }
@@ -165,8 +167,8 @@ def parse_value(f, text):
 
 
 def parse_list(f, text):
-    """"a,b,c" -> the values of option f, each once; a path that holds a comma is one value."""
-    parts = [text] if f.type is str and Path(text).exists() else text.split(",")
+    """"a,b,c" -> the values of option f, each once; a path that holds a comma is one value, and so is --out_dir."""
+    parts = [text] if f.name == "out_dir" or (f.type is str and Path(text).exists()) else text.split(",")
     return list(dict.fromkeys(parse_value(f, part) for part in parts))
 
 
@@ -176,11 +178,6 @@ def whole(text):
     if value != int(value):
         raise ValueError(text)
     return int(text) if text.lstrip("+-").isdigit() else int(value)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; see --help")
 
 
 def parse_args(argv):
@@ -213,7 +210,7 @@ def parse_args(argv):
         hint = f"; it belongs to {' and '.join(belongs)}" if belongs else closest(word, [f"--{f.name}" for f in own])
         raise UserError(f"train.py {command} has no option {word}{hint}; see --help")
     texts = [(f, getattr(found, f.name)) for f in own if f.name in found]
-    if command in ("compare", "bench"):  # any option may be a list
+    if command in ("compare", "bench"):
         return command, {f.name: parse_list(f, text) for f, text in texts}
     return command, {f.name: parse_value(f, text) for f, text in texts}
 
@@ -227,9 +224,13 @@ def resolve(given):
             setattr(o, name, value)
     o.min_lr = o.learning_rate / 10 if o.min_lr is None else o.min_lr
     o.lr_decay_iters = o.lr_decay_iters or max(o.max_iters, 1)
-    if o.data and Path(o.data).exists():
-        o.data = str(Path(o.data).resolve())  # so that a resume finds it from anywhere
+    o.data = absolute(o.data)
     return o
+
+
+def absolute(data):
+    """--data with a path made absolute, so that a resume finds it from anywhere; names of data sets stay."""
+    return str(Path(data).resolve()) if data and data not in prepare_data.DATASETS and Path(data).exists() else data
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -251,7 +252,8 @@ def pick_device(name):
 def autocast(device, dtype):
     """(context for the matrix products, name of the dtype) for --dtype on this device."""
     if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) \
+            else "float32"
     if dtype == "float32":
         return nullcontext(), dtype
     return torch.autocast(device.type, getattr(torch, dtype)), dtype
@@ -344,8 +346,9 @@ def write_json(path, content):
 
 
 def write_csv(path, columns, rows):
-    text = "".join(",".join(map(str, line)) + "\n" for line in [columns, *([row[c] for c in columns] for row in rows)])
-    write_atomically(path, lambda file: file.write(text.encode()))
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *([row[c] for c in columns] for row in rows)])
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
 def read_log(path):
@@ -392,9 +395,17 @@ def lock(out_dir):
         return file
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise UserError(f"another run is writing to {out_dir}; wait for it or choose another --out_dir") from None
+    except OSError:  # a file system without locks
+        pass
     return file
+
+
+def marks(out_dir):
+    """The checkpoints that a folder holds, and when they were written: {name: nanoseconds}."""
+    paths = [Path(out_dir) / name for name in ("last.pt", "best.pt")]
+    return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -429,7 +440,7 @@ def get_batch(tokens, step, o):
 def eval_batches(tokens, o):
     """
     The batches an evaluation is made of, the same every time and for every seed: windows drawn by a generator of its
-    own, or, for eval_iters = 0, all of the tokens, cut into windows that predict each but the very first one once.
+    own, or, for eval_iters = 0, all of the tokens, cut into windows that predict each but the first one exactly once.
     """
     T, last = o.block_size, len(tokens) - 1
     if o.eval_iters:
@@ -510,13 +521,16 @@ class Run:
                 what = "gradient" if math.isfinite(loss) else "loss"
                 raise NotFinite(f"the {what} of step {step} is not finite; the last good checkpoint was left alone; "
                                 "lower --learning_rate or raise --warmup_iters", code=1)
+        if self.scaler.is_enabled() and self.scaler.get_scale() < 1e-4:  # from 65536, halved by each step skipped
+            raise NotFinite(f"float16's loss scale has fallen to nothing by step {self.step}: no gradient is finite; "
+                            "use --dtype bfloat16 or lower --learning_rate", code=1)
         return self.pending
 
     @torch.no_grad()
     def estimate_loss(self, split="val"):
         """Mean cross-entropy in nats per token over eval_batches, weighted by tokens."""
         self.model.eval()
-        total, count = 0.0, 0
+        losses, counts = [], []
         for window in eval_batches(self.tokens[split], self.o):
             window = self.to_device(window)
             x, y = window[:, :-1], window[:, 1:]
@@ -524,9 +538,10 @@ class Run:
             forward = self.forward if x.shape == (self.o.batch_size, self.o.block_size) else self.model
             with self.autocast:
                 _, loss = forward(x, y)
-            total, count = total + loss.double() * y.numel(), count + y.numel()
+            losses.append(loss)
+            counts.append(y.numel())
         self.model.train()
-        return float(total / count)
+        return float(np.average(torch.stack(losses).tolist(), weights=counts))
 
     def state(self):
         """What a resume needs beyond the weights, as plain data and tensors."""
@@ -551,6 +566,17 @@ def save(run, name):
     write_atomically(Path(run.o.out_dir) / name, lambda file: torch.save(content, file))
 
 
+def stopped(run, number):
+    return Stopped(f"stopped by a signal at step {run.step} and saved; go on with: "
+                   f"python train.py --resume --out_dir {run.o.out_dir}", number)
+
+
+def say(text):
+    """Print a line without tearing a progress bar."""
+    tqdm.write(text)
+    sys.stdout.flush()  # a pipe would hold plain lines back
+
+
 class Progress:
     """The run as a person sees it: a live bar on a terminal, plain lines where the output is none."""
 
@@ -562,7 +588,7 @@ class Progress:
         self.name = f"{description}, " if description else ""
 
     def rate(self, step):
-        """Updates per second so far."""
+        """Updates per second so far, 0 before the first one."""
         return (step - self.first) / max(time.perf_counter() - self.began, 1e-9)
 
     def show(self, step, row, tokens_per_step):
@@ -572,13 +598,8 @@ class Progress:
         self.bar.set_postfix(self.shown | {"tok/s": f"{self.rate(step) * tokens_per_step:,.0f}"})
         if "val_loss" in row:
             left = (self.total - step) / self.rate(step) if step > self.first else 0
-            self.write(f"{self.name}step {step:>6}: loss {self.shown['loss']}, val {self.shown['val']}, "
-                       f"{self.rate(step) * tokens_per_step:,.0f} tokens/s, {tqdm.format_interval(left)} left")
-
-    def write(self, text):
-        self.bar.clear()
-        print(text, flush=True)
-        self.bar.refresh()
+            say(f"{self.name}step {step:>6}: loss {self.shown['loss']}, val {self.shown['val']}, "
+                f"{self.rate(step) * tokens_per_step:,.0f} tokens/s, {tqdm.format_interval(left)} left")
 
 
 def fit(run, log, description=None):
@@ -593,8 +614,7 @@ def fit(run, log, description=None):
             last, row = run.step >= o.max_iters, {}
             if signals:
                 save(run, "last.pt")
-                raise Stopped(f"stopped by a signal at step {run.step} and saved; go on with: "
-                              f"python train.py --resume --out_dir {o.out_dir}", signals[0])
+                raise stopped(run, signals[0])
             if last or run.step % o.eval_interval == 0:
                 run.losses()  # waits for the device, and raises NotFinite before anything is saved
                 paused = time.perf_counter()
@@ -617,7 +637,9 @@ def fit(run, log, description=None):
                 progress.show(run.step, row, run.tokens_per_step)
             if o.sample_interval and run.step % o.sample_interval == 0 and not last:
                 for text in speak(run.model, run.tokenizer, o):
-                    progress.write(text)
+                    say(text)
+            if last and signals:
+                raise stopped(run, signals[0])
             if last:
                 return val_loss
             run.update()
@@ -664,8 +686,8 @@ def resumed_options(given, checkpoint, path):
         o = Options(**checkpoint["options"])
     except (KeyError, TypeError):
         raise UserError(f"{path} cannot be resumed: it does not hold the options of a run; use --init_from") from None
-    if "data" in given and Path(given["data"]).exists():
-        given = given | {"data": str(Path(given["data"]).resolve())}
+    if "data" in given:
+        given = given | {"data": absolute(given["data"])}
     for f in fields(Options):
         if f.name not in given or f.name in ("resume",) or given[f.name] == getattr(o, f.name):
             continue
@@ -678,7 +700,7 @@ def resumed_options(given, checkpoint, path):
 
 
 def finetune_options(o, given, checkpoint, path):
-    """Take the model's shape from a checkpoint; block_size and dropout may differ, what shapes the weights may not."""
+    """Take the model's shape and mode from a checkpoint; block_size and dropout alone may differ."""
     for name in MODEL_OPTIONS:
         theirs = checkpoint["model_config"].get(name)
         if name in given and name not in ("block_size", "dropout") and given[name] != theirs:
@@ -689,7 +711,7 @@ def finetune_options(o, given, checkpoint, path):
         raise UserError(f"--tokenizer {given['tokenizer']} contradicts {path}: fine-tuning keeps the checkpoint's own")
 
 
-def open_tokens(folder, o):
+def load_splits(folder, o):
     """
     ({"train": TokenStream, "val": TokenStream}, fingerprint) of a prepared folder. UserError where one is too short for
     block_size. The fingerprint, a small dictionary, tells a resume whether it goes on with the same data.
@@ -722,7 +744,7 @@ def new_model(o, tokenizer):
 
 def start_run(given):
     """The Run of the train command: options settled, data prepared, model made. Leaves out_dir alone."""
-    checkpoint = None
+    checkpoint, found = None, marks(given.get("out_dir", "out"))
     if given.get("resume"):
         if given.get("overwrite") or given.get("init_from"):
             raise UserError("--resume goes on with the run in out_dir; it does not go with --overwrite or --init_from")
@@ -731,8 +753,7 @@ def start_run(given):
         o = resumed_options(given, checkpoint, path)
     else:
         o = resolve(given)
-        held = any((Path(o.out_dir) / name).exists() for name in ("last.pt", "best.pt"))
-        if held and not o.overwrite and not o.eval_only:
+        if found and not o.overwrite and not o.eval_only:
             raise UserError(f"{o.out_dir} holds a run already; give --resume to go on with it, --overwrite to replace "
                             "it, or another --out_dir")
         path = o.init_from
@@ -742,7 +763,7 @@ def start_run(given):
     if checkpoint:
         model, tokenizer = load_model(checkpoint, path, block_size=o.block_size, dropout=o.dropout)
     folder = prepare_data.prepare(o.data, tokenizer if o.init_from else o.tokenizer, quiet=True)
-    tokens, data = open_tokens(folder, o)
+    tokens, data = load_splits(folder, o)
     own_tokenizer = prepare_data.tokenizer_from_spec(prepare_data.read_meta(folder)["tokenizer"])
     if not checkpoint:
         tokenizer = own_tokenizer
@@ -750,6 +771,7 @@ def start_run(given):
     elif own_tokenizer.spec() != tokenizer.spec():
         raise UserError(f"the tokenizer of {folder} is not the one in {path}; the data has changed")
     run = Run(o, model, tokenizer, tokens, data)
+    run.found = found
     if o.resume:
         if checkpoint["data"] != data:
             raise UserError(f"the data in {folder} has changed since {path} was saved: it was {checkpoint['data']} and "
@@ -767,6 +789,8 @@ def train(given):
         return
     out_dir.mkdir(parents=True, exist_ok=True)
     with lock(out_dir):
+        if marks(out_dir) != run.found:  # looked at before the lock was ours
+            raise UserError(f"another run has just written to {out_dir}; choose another --out_dir, or give --resume")
         if not o.resume:
             for name in RUN_FILES:
                 (out_dir / name).unlink(missing_ok=True)
@@ -792,7 +816,8 @@ def sample(given):
     model, tokenizer = load_model(load_checkpoint(path), path)
     for text in speak(model.to(pick_device(o.device)), tokenizer, o):
         print(text)
-        print("-" * 80) if o.num_samples > 1 else None
+        if o.num_samples > 1:
+            print("-" * 80)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -804,19 +829,27 @@ RESULT_COLUMNS = {"variant": str, "learning_rate": float, "seed": int, "paramete
 
 def plan(lists):
     """
-    The runs of a compare: {(variant, learning_rate, seed): given options}, the product of all lists. A variant is named
-    by what tells it from the others; geo's own options make no variants of the other modes.
+    The runs of a compare: {(variant, learning_rate, seed): given options}, the product of all lists. A variant is
+    named by what tells it from the others; geo's own options make no variants of the other modes, and a combination
+    that makes no model (geo without an entry norm, say) is left out.
     """
     varied = [name for name, values in lists.items() if len(values) > 1 and name not in ("learning_rate", "seed")]
-    runs = {}
+    runs, refused = {}, None
     for values in itertools.product(*lists.values()):
         given = dict(zip(lists, values, strict=True))
         if given.get("norm_mode", "geo") != "geo":
             given = {name: value for name, value in given.items() if not name.startswith("geo_")}
         o = resolve(given)
-        model_config(o)  # refuse now what would be refused after hours
+        try:
+            model_config(o)
+        except UserError as e:  # known now, not after hours
+            refused = e
+            print(f"left out: {e}")
+            continue
         names = [str(given[n]) if n in ("norm_mode", "geo_decay") else f"{n}={given[n]}" for n in varied if n in given]
         runs.setdefault((" ".join(names) or o.norm_mode, o.learning_rate, o.seed), given)
+    if not runs:
+        raise refused
     return runs
 
 
@@ -831,7 +864,9 @@ def read_results(path):
 def run_one(given, folder, description):
     """Train one run of a compare in its folder, or go on with it; returns its row of results.csv but for the name."""
     resuming = (folder / "last.pt").is_file()
-    run = start_run({**({"resume": True} if resuming else given), "out_dir": str(folder)})
+    torch._dynamo.reset()  # compiled code of the run before would count against torch's limit for this one
+    # overwrite: a run killed between its first best.pt and its first last.pt begins again
+    run = start_run({**({"resume": True} if resuming else {**given, "overwrite": True}), "out_dir": str(folder)})
     folder.mkdir(parents=True, exist_ok=True)
     batch = probe_batch(run)
     if not resuming:
@@ -876,7 +911,7 @@ def summarise(results):
             return sum(map(diverged, rows)), mean_sd([row["val_loss"] for row in rows if not diverged(row)])[0]
         rate, rows = min(by_rate.items(), key=lambda item: badness(item[1]))
         losses = {row["seed"]: row["val_loss"] for row in rows if not diverged(row)}
-        speed = np.mean([row["tokens_per_s"] for row in rows])
+        speed = mean_sd([row["tokens_per_s"] for row in rows if math.isfinite(row["tokens_per_s"])])[0]
         first = first or (losses, speed)
         differences = [loss - first[0][seed] for seed, loss in losses.items() if seed in first[0]]
         mean, sd = mean_sd(list(losses.values()))
@@ -928,7 +963,7 @@ def compare(lists):
         if begun.exists() and not overwrite and json.loads(begun.read_text()) != lists:
             raise UserError(f"{out_dir} holds another compare; give its options to go on with it, --overwrite to "
                             "replace it, or another --out_dir")
-        if overwrite:
+        if overwrite and begun.exists():
             for name in ("results.csv", "table.md", "compare.json"):
                 (out_dir / name).unlink(missing_ok=True)
             shutil.rmtree(out_dir / "runs", ignore_errors=True)
@@ -955,7 +990,7 @@ def compare(lists):
 def run_folder(out_dir, key):
     """Where a compare keeps the run (variant, learning_rate, seed)."""
     variant, rate, seed = key
-    return out_dir / "runs" / f"{variant.replace(' ', '_').replace('/', '_')}-lr{rate:g}-seed{seed:g}"
+    return out_dir / "runs" / f"{re.sub(r'[^A-Za-z0-9=.-]', '_', variant)}-lr{rate!r}-seed{seed}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -972,7 +1007,7 @@ def probe(given):
     Show what each sublayer does to the stream, by GPT.probe on one batch of validation data: of the last.pt in
     --out_dir, or, where model options are given, of a fresh model of that shape.
     """
-    fresh = any(name in given for name in (*MODEL_OPTIONS, "size", "data", "tokenizer", "batch_size", "seed"))
+    fresh = any(name in given for name in (*MODEL_OPTIONS, "size", "data", "tokenizer"))
     if fresh:
         run = start_run({**given, "eval_only": True})
         out_dir = Path(given.get("out_dir", f"out-probe-{run.o.norm_mode}"))
@@ -994,8 +1029,8 @@ def probe(given):
 # ----------------------------------------------------------------------------------------------------------------------
 # Pictures
 
-# One colour and dash per mode, the same in every picture: Okabe and Ito's palette, which colour-blind readers can tell
-# apart; the modes beyond its eight colours differ in their dashes.
+# One colour and dash per mode, the same in every picture: Okabe and Ito's palette, its yellow darkened, which
+# colour-blind readers can tell apart; the modes beyond its eight colours differ in their dashes.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#B8A800")
 STYLES = [(color, dash) for dash in ("-", "--", ":") for color in PALETTE]
 DEPTH_PICTURES = {"rms": "RMS of the stream", "grad_norm": "gradient norm of the sublayer", "angle": "angle turned"}
@@ -1053,20 +1088,24 @@ def draw_compare(out_dir, summary, results):
 
 
 def draw_depth(out_dir, depth, prefix=""):
-    """Draw rms, grad_norm and angle by sublayer. depth: {"start" or "end": {curve's name: rows of GPT.probe}}."""
+    """Draw rms, grad_norm and angle by sublayer. depth: {"start" or "end": {curve's name: rows of GPT.probe}}. A
+    compare shows its first seed."""
     plt = pyplot()
     if plt is None:
         return
+    names = list(dict.fromkeys(name for probes in depth.values() for name in probes))
     for key, label in DEPTH_PICTURES.items():
         figure, panels = plt.subplots(1, len(depth), figsize=(5.5 * len(depth), 4), layout="constrained", squeeze=False,
                                       sharey=key != "grad_norm")
         for axes, (when, probes) in zip(panels[0], depth.items(), strict=True):
             for name, rows in probes.items():
-                color, dash = style(name, probes)
+                color, dash = style(name, names)
                 axes.plot(range(1, len(rows) + 1), [row[key] for row in rows], dash, color=color, marker=".",
                           label=name)
+            # an untied head starts at zero, and so do the gradients below it: a log axis could not show them
+            positive = all(row[key] > 0 for rows in probes.values() for row in rows)
             axes.set(xlabel="sublayer (attention, MLP, attention, ...)", ylabel=label, title=f"{when} of training",
-                     yscale="linear" if key == "angle" else "log")
+                     yscale="log" if positive and key != "angle" else "linear")
         panels[0][0].legend()
         figure.savefig(out_dir / f"{prefix}{key}.png")
         plt.close(figure)
@@ -1093,8 +1132,10 @@ def bench_run(given):
 
 def wait_for(device):
     """Return when the device has done all that it was given: a GPU runs behind the program."""
-    if device.type != "cpu":
-        (torch.cuda if device.type == "cuda" else torch.mps).synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def process_peak():
@@ -1111,11 +1152,10 @@ def process_peak():
 
 def peak_mb(given):
     """Peak memory of training in MB (10^6 bytes): what the GPU allocates, or by how much this fresh process grows."""
-    if pick_device(given.get("device", "auto")).type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    device = pick_device(given.get("device", "auto"))
+    if device.type == "cuda":
         bench_run(given).update()
-        return torch.cuda.max_memory_allocated() / 1e6
+        return torch.cuda.max_memory_allocated(device) / 1e6
     before = process_peak()
     bench_run(given).update()
     return (process_peak() - before) / 1e6
@@ -1130,10 +1170,16 @@ def bench(lists):
     out_dir = Path(lists.pop("out_dir", ["out"])[0])
     turns = lists.pop("max_iters", [30])[0]
     plan_of = {"norm_mode": list(NORM_MODES), "compile": [None], **lists}
+    for name, values in plan_of.items():
+        if len(values) > 1 and name not in ("norm_mode", "compile"):
+            raise UserError(f"bench takes lists of norm_mode and compile alone; give one value of --{name}")
+    # all modes at once are more models of one forward than torch.compile would keep the code of
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(NORM_MODES))
     rows = []
-    for given in (dict(zip(plan_of, v, strict=True)) for v in itertools.product(*plan_of.values())):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:  # a fresh process has no peak of its own yet
-            peak = pool.apply(peak_mb, (given,))
+    for given in plan(plan_of).values():
+        # a fresh process, which has no peak of its own yet
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            peak = pool.submit(peak_mb, given).result()
         rows.append({"run": bench_run(given), "peak": peak, "times": []})
     for _ in tqdm(range(turns), desc="turns", disable=None):
         for row in rows:
@@ -1141,20 +1187,20 @@ def bench(lists):
             row["run"].update()
             wait_for(row["run"].device)
             row["times"].append(time.perf_counter() - began)
-    table = []
+    report = []
     for row in rows:
         run, same = row["run"], [other for other in rows if other["run"].compiled == row["run"].compiled]
         base = next((other for other in same if other["run"].o.norm_mode == "pre"), same[0])
         ms = 1e3 * float(np.median(row["times"]))
         ratio = float(np.median(np.divide(row["times"], base["times"])))
-        table.append({"norm_mode": run.o.norm_mode, "compile": run.compiled, "ms_per_step": f"{ms:.3f}",
-                      "tokens_per_s": f"{run.tokens_per_step / ms * 1e3:.0f}", "ratio": f"{ratio:.3f}",
-                      "peak_mb": f"{row['peak']:.1f}"})
+        report.append({"norm_mode": run.o.norm_mode, "compile": run.compiled, "ms_per_step": f"{ms:.3f}",
+                       "tokens_per_s": f"{run.tokens_per_step / ms * 1e3:.0f}", "ratio": f"{ratio:.3f}",
+                       "peak_mb": f"{row['peak']:.1f}"})
     print("".join(f"{column:>14}" for column in BENCH_COLUMNS))
-    for row in table:
+    for row in report:
         print("".join(f"{row[column]!s:>14}" for column in BENCH_COLUMNS))
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_csv(out_dir / "bench.csv", BENCH_COLUMNS, table)
+    write_csv(out_dir / "bench.csv", BENCH_COLUMNS, report)
 
 
 COMMANDS = {"train": train, "sample": sample, "compare": compare, "probe": probe, "bench": bench}
@@ -1174,11 +1220,14 @@ def main(argv=None):
         message, code = str(e), e.code
     except KeyboardInterrupt as e:
         message, code = str(e) or "stopped", getattr(e, "code", 130)
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as e:
         error = file_error(e, e.filename or "a file")
         message, code = str(error), error.code
     except (MemoryError, RuntimeError) as e:  # torch says "can't allocate memory" on a CPU, "out of memory" on a GPU
-        if not isinstance(e, MemoryError) and "memory" not in str(e):
+        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory", str(e)):
             raise
         message, code = "out of memory; lower --batch_size, --block_size or the model's size", 1
     print(f"error: {message}", file=sys.stderr)
