@@ -972,8 +972,9 @@ def read_meta(folder):
         files = [*meta["train"].items(), *meta["val"].items()]
         good = (tokenizer_from_spec(meta["tokenizer"]).vocab_size == meta["vocab_size"]
                 and meta["dtype"] in ("uint16", "uint32") and isinstance(meta["source"], dict)
-                and all(Path(name).name == name and count >= 0 for name, count in files))
-    except (ValueError, TypeError, KeyError, AttributeError):
+                and all(Path(name).name == name and count >= 0 for name, count in files)
+                and meta["train"] and meta["val"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         good = False
     if not good:
         raise UserError(f"{path} is damaged; delete {folder} and prepare it again")

@@ -2004,15 +2004,18 @@ def test_best_is_the_lowest_not_the_latest(book, capsys):
         (lambda path: path.write_bytes(path.read_bytes()[:-2000]), "cannot be read"),
         (lambda path: path.write_bytes(b""), "cannot be read"),
         (lambda path: path.write_text("hello"), "cannot be read"),
-        (lambda path: torch.save({"model": {}}, path), "another program"),
+        (lambda path: torch.save({"model": {}}, path), "cannot be read"),
         (lambda path: torch.save([1, 2], path), "cannot be read"),
         (
             lambda path: torch.save(
                 {**torch.load(path), "model_config": {"vocab_size": 6, "n_embd": 32, "n_head": 2}}, path
             ),
-            "another model",
+            "damaged or of another model",
         ),
-        (lambda path: torch.save({**torch.load(path), "model_config": {"width": 6}}, path), "another model"),
+        (
+            lambda path: torch.save({**torch.load(path), "model_config": {"width": 6}}, path),
+            "damaged or of another model",
+        ),
         (lambda path: torch.save({**torch.load(path), "tokenizer": {"name": "runes"}}, path), ""),
     ],
 )
@@ -2026,6 +2029,65 @@ def test_damaged_checkpoints(damage, words, book, capsys):
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and words in err
     assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("optimizers", []), ("optimizers", [{}]), ("optimizers", None), ("pending", [1]), ("best_val", "low"),
+        ("scaler", 3), ("step", "two"), ("step", 1.5), ("options", {}), ("data", None), ("tokenizer", []), ("model_config", 5),
+        ("options.max_iters", "many"), ("options.learning_rate", None), ("options.beta2", 7), ("options.device", "gpu"),
+        ("options.prompt", 5), ("options.seed", -1), ("options.new", 1),
+    ],
+)  # fmt: skip
+def test_a_resume_checks_what_it_reads(key, value, book, capsys):
+    run_main(book)
+    saved = checkpoint("out")
+    outer, _, inner = key.partition(".")
+    if inner:
+        saved[outer][inner] = value
+    else:
+        saved[outer] = value
+    torch.save(saved, "out/last.pt")
+    capsys.readouterr()
+    code = train.main(["--resume", "--eval_only"])
+    err = capsys.readouterr().err
+    if key in ("scaler", "options.prompt"):  # not used without float16; any value is a text
+        assert code in (0, 2)
+    else:
+        assert code == 2 and err.count("\n") == 1 and ("out/last.pt" in err or key == "options.device")
+
+
+def test_weights_that_are_not_finite_are_refused(book, capsys):
+    run_main(book)
+    saved = checkpoint("out", "best.pt")
+    saved["model"]["wte.weight"][0, 0] = math.nan
+    torch.save(saved, "out/best.pt")
+    assert train.main(["sample"]) == 2
+    assert "not finite" in capsys.readouterr().err
+
+
+def test_a_resume_notices_other_tokens_of_the_same_number(book, tmp_path, capsys):
+    shutil.copytree(prepare_data.prepare(str(book), "char"), tmp_path / "tokens")
+    assert train.main([*SMALL, "--data=tokens"]) == 0
+    path = tmp_path / "tokens" / "train.bin"
+    path.write_bytes(path.read_bytes()[100:] + path.read_bytes()[:100])
+    assert train.main(["--resume"]) == 2
+    assert "has changed" in capsys.readouterr().err
+
+
+def test_a_bad_prompt_is_told_before_the_training(book, capsys):
+    for prompt in ("X", "FILE:nowhere.txt"):
+        run_main(book, f"--prompt={prompt}", code=2)
+        assert capsys.readouterr().err.count("\n") == 1 and not Path("out").exists()
+
+
+def test_names_of_data_sets_win_over_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "python").mkdir()
+    assert options(data="python").data == "python"
+    (tmp_path / "texts").mkdir()
+    assert options(data="texts").data == str(tmp_path / "texts")
 
 
 def test_fine_tuning_keeps_the_tokenizer(book, tmp_path, capsys):
@@ -2202,6 +2264,40 @@ def test_a_diverged_run_is_a_row(book, capsys, monkeypatch):
     assert "| 1/2 |" in out and out.count("they need matplotlib") == 1
     assert train.main([*COMPARE, f"--data={book}"]) == 0  # a diverged run is done, too
     assert results_without_time("out") == rows
+
+
+def test_compare_replaces_only_what_is_its_own(book, capsys):
+    stranger = Path("out/runs/tensorboard/events")
+    stranger.parent.mkdir(parents=True)
+    stranger.write_text("not ours")
+    command = [*COMPARE, f"--data={book}", "--norm_mode=geo", "--seed=1"]
+    assert train.main([*command, "--overwrite"]) == 0 and stranger.exists()
+    run = Path("out/runs/geo-lr0.003-seed1")
+    # killed between the first best.pt and the first last.pt: the run begins again
+    (run / "last.pt").unlink()
+    Path("out/results.csv").unlink()
+    assert train.main(command) == 0 and checkpoint(run)["step"] == 4
+    for name, content in (
+        ("compare.json", b"{"),
+        ("results.csv", b"variant,seed\ngeo,1\n"),
+        ("results.csv", b"\xff\n1\n"),
+    ):
+        kept = Path("out", name).read_bytes()
+        Path("out", name).write_bytes(content)
+        capsys.readouterr()
+        assert train.main(command) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and f"out/{name} is damaged" in err
+        Path("out", name).write_bytes(kept)
+    for wrong in (
+        "--data=nowhere.txt",
+        "--block_size=8,100000",
+        "--device=cpu,gpu",
+        "--seed=1,,2",
+        "--norm_mode=geo,",
+        "--overwrite=True,False",
+    ):
+        assert train.main([*command, wrong, "--out_dir=new"]) == 2 and not Path("new").exists(), wrong
 
 
 def test_probe_command(book, capsys):

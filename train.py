@@ -30,6 +30,7 @@ import shutil
 import signal
 import sys
 import time
+import zlib
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
@@ -168,8 +169,11 @@ def parse_value(f, text):
 
 def parse_list(f, text):
     """"a,b,c" -> the values of option f, each once; a path that holds a comma is one value, and so is --out_dir."""
-    parts = [text] if f.name == "out_dir" or (f.type is str and Path(text).exists()) else text.split(",")
-    return list(dict.fromkeys(parse_value(f, part) for part in parts))
+    parts = [text] if f.name == "out_dir" or (f.name == "data" and os.path.exists(text)) else text.split(",")
+    values = list(dict.fromkeys(parse_value(f, part) for part in parts))
+    if f.name == "overwrite" and len(values) > 1:
+        raise UserError(f"--overwrite {text} must be one value")
+    return values
 
 
 def whole(text):
@@ -230,7 +234,7 @@ def resolve(given):
 
 def absolute(data):
     """--data with a path made absolute, so that a resume finds it from anywhere; names of data sets stay."""
-    return str(Path(data).resolve()) if data and data not in prepare_data.DATASETS and Path(data).exists() else data
+    return os.path.abspath(data) if data and data not in prepare_data.DATASETS and os.path.exists(data) else data
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,11 +244,12 @@ def pick_device(name):
     """torch.device for --device; UserError where this machine has none such."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = name.partition(":")
+    kind, colon, index = name.partition(":")
+    index = index if colon else "0"
     known = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if kind not in known:
         raise UserError(f"--device {name!r} is none of cpu, cuda, mps{closest(kind, known)}")
-    if not known[kind] or not (index or "0").isdigit() or int(index or 0) >= known[kind]:
+    if not re.fullmatch("[0-9]{1,3}", index) or int(index) >= known[kind]:
         raise UserError(f"--device {name}: torch {torch.__version__} sees no such device; use cpu or auto")
     return torch.device(name)
 
@@ -323,11 +328,12 @@ def load_checkpoint(path):
         raise UserError(f"no checkpoint {path}; train one first, or name its folder with --out_dir")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"model", "model_config", "tokenizer", "step"} <= checkpoint.keys():
-            raise ValueError("its entries are those of another program")
-    except Exception as e:  # torch reports a bad file by half a dozen types
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise UserError(f"{path} cannot be read as a GeoGPT checkpoint ({reason[:200]}); it may be cut short") from None
+        good = (isinstance(checkpoint["model"], dict) and isinstance(checkpoint["model_config"], dict)
+                and isinstance(checkpoint["tokenizer"], dict) and type(checkpoint["step"]) is int)
+    except Exception:  # torch reports a bad file by half a dozen types, and in paragraphs
+        good = False
+    if not good:
+        raise UserError(f"{path} cannot be read as a GeoGPT checkpoint; it was cut short or written by another program")
     return checkpoint
 
 
@@ -336,9 +342,14 @@ def load_model(checkpoint, path, **changes):
     try:
         model = GPT(GPTConfig(**{**checkpoint["model_config"], **changes}))
         model.load_state_dict(checkpoint["model"])
-        return model, prepare_data.tokenizer_from_spec(checkpoint["tokenizer"])
+        tokenizer = prepare_data.tokenizer_from_spec(checkpoint["tokenizer"])
+        if tokenizer.vocab_size != model.config.vocab_size:
+            raise ValueError(f"its tokenizer has {tokenizer.vocab_size} ids and its model {model.config.vocab_size}")
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise ValueError("its weights are not finite")
+        return model, tokenizer
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as e:
-        raise UserError(f"{path} is of another model: {' '.join(str(e).split())[:200]}") from None
+        raise UserError(f"{path} is damaged or of another model: {' '.join(str(e).split())[:200]}") from None
 
 
 def write_json(path, content):
@@ -351,10 +362,26 @@ def write_csv(path, columns, rows):
     write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
+def read_csv(path, columns, convert):
+    """Rows of a CSV file as dictionaries, each cell through convert(column, text); UserError where that fails."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            return [{name: convert(name, row[name]) for name in columns} for row in csv.DictReader(file)]
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is damaged; mend or delete it, or give --overwrite") from None
+
+
 def read_log(path):
     """Rows of a log.csv, numbers as numbers and empty cells as None."""
-    with open(path, newline="") as file:
-        return [{name: float(value) if value else None for name, value in row.items()} for row in csv.DictReader(file)]
+    return read_csv(path, LOG_COLUMNS, lambda column, text: float(text) if text else None)
+
+
+def read_json(path):
+    """The content of a JSON file; UserError where there is none in it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is damaged; delete it, or give --overwrite") from None
 
 
 def versions():
@@ -369,8 +396,9 @@ class Log:
 
     def __init__(self, path, before_step):
         """Open the file for more rows. Of those it has, the ones of steps < before_step stay: the rest is run again."""
-        lines = path.read_text().splitlines() if path.is_file() else []
-        kept = [line for line in lines if line.split(",")[0].isdigit() and int(line.split(",")[0]) < before_step]
+        lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+        whole_row = re.compile(r"([0-9]{1,12})" + r",[0-9.e+-]*" * (len(LOG_COLUMNS) - 1))
+        kept = [line for line in lines if (row := whole_row.fullmatch(line)) and int(row[1]) < before_step]
         text = "".join(line + "\n" for line in [",".join(LOG_COLUMNS), *kept])
         write_atomically(path, lambda file: file.write(text.encode()))
         self.file = open(path, "a", newline="")
@@ -553,8 +581,8 @@ class Run:
             optimizer.load_state_dict(state)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(checkpoint["scaler"])
-        self.step, self.best_val = checkpoint["step"], checkpoint["best_val"]
-        self.pending = list(checkpoint["pending"])
+        self.step, self.best_val = checkpoint["step"], float(checkpoint["best_val"])
+        self.pending = [(int(step), float(loss), float(norm)) for step, loss, norm in checkpoint["pending"]]
 
 
 def save(run, name):
@@ -684,8 +712,12 @@ def resumed_options(given, checkpoint, path):
     """The options of the run in a checkpoint, with those given now where a resume may change them."""
     try:
         o = Options(**checkpoint["options"])
-    except (KeyError, TypeError):
-        raise UserError(f"{path} cannot be resumed: it does not hold the options of a run; use --init_from") from None
+        for f in fields(Options):  # as strict as with a command line
+            value = getattr(o, f.name)
+            if value is not None or f.name != "compile":  # the one that stays open: it depends on the device
+                setattr(o, f.name, parse_value(f, str(value)))
+    except (KeyError, TypeError, UserError):
+        raise UserError(f"{path} cannot be resumed: its options are missing or damaged; use --init_from") from None
     if "data" in given:
         given = given | {"data": absolute(given["data"])}
     for f in fields(Options):
@@ -721,8 +753,14 @@ def load_splits(folder, o):
         if len(stream) <= o.block_size:
             raise UserError(f"the {split} split of {o.data} has {len(stream)} tokens, too few for --block_size "
                             f"{o.block_size}; lower it to {max(len(stream) - 1, 0)} or less, or give more text")
-    sizes = {split: len(stream) for split, stream in tokens.items()}
-    return tokens, sizes | {"sha256": prepare_data.read_meta(folder).get("source", {}).get("sha256")}
+    return tokens, {split: [len(stream), checksum(stream)] for split, stream in tokens.items()}
+
+
+def checksum(stream):
+    """CRC-32 of 64 stretches of a TokenStream, evenly spaced: all of a small text, and a sample of a large one."""
+    length = min(len(stream), 4096)
+    starts = np.linspace(0, len(stream) - length, 64).astype(np.int64)
+    return zlib.crc32(stream.windows(starts, length).tobytes())
 
 
 def model_config(o, vocab_size=1, vocab_multiple=1):
@@ -754,8 +792,9 @@ def start_run(given):
     else:
         o = resolve(given)
         if found and not o.overwrite and not o.eval_only:
-            raise UserError(f"{o.out_dir} holds a run already; give --resume to go on with it, --overwrite to replace "
-                            "it, or another --out_dir")
+            go_on = "--resume to go on with it, " if "last.pt" in found else ""
+            raise UserError(f"{o.out_dir} holds a run already; give {go_on}--overwrite to replace it, or another "
+                            "--out_dir")
         path = o.init_from
         if o.init_from:
             checkpoint = load_checkpoint(path)
@@ -773,10 +812,13 @@ def start_run(given):
     run = Run(o, model, tokenizer, tokens, data)
     run.found = found
     if o.resume:
-        if checkpoint["data"] != data:
-            raise UserError(f"the data in {folder} has changed since {path} was saved: it was {checkpoint['data']} and "
-                            f"is {data}")
-        run.load_state(checkpoint)
+        if checkpoint.get("data") != data:
+            raise UserError(f"the data in {folder} has changed since {path} was saved; its lengths and checksums were "
+                            f"{checkpoint.get('data')} and are {data}")
+        try:
+            run.load_state(checkpoint)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError):
+            raise UserError(f"{path} cannot be resumed, its optimizer's state is damaged; use --init_from") from None
     return run
 
 
@@ -784,6 +826,7 @@ def train(given):
     """Prepare the data if needed, train, print a sample. Presets: --size."""
     run = start_run(given)
     o, out_dir = run.o, Path(run.o.out_dir)
+    prompt_ids(run.tokenizer, o.prompt)  # a prompt that cannot be read is told now, not after the training
     if o.eval_only:
         print(f"val loss {run.estimate_loss():.4f} at step {run.step}")
         return
@@ -840,6 +883,7 @@ def plan(lists):
         if given.get("norm_mode", "geo") != "geo":
             given = {name: value for name, value in given.items() if not name.startswith("geo_")}
         o = resolve(given)
+        pick_device(o.device)
         try:
             model_config(o)
         except UserError as e:  # known now, not after hours
@@ -853,18 +897,9 @@ def plan(lists):
     return runs
 
 
-def read_results(path):
-    """Rows of results.csv with numbers as numbers; [] where there is no file yet."""
-    if not path.is_file():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return [{name: RESULT_COLUMNS[name](value) for name, value in row.items()} for row in csv.DictReader(file)]
-
-
 def run_one(given, folder, description):
     """Train one run of a compare in its folder, or go on with it; returns its row of results.csv but for the name."""
     resuming = (folder / "last.pt").is_file()
-    torch._dynamo.reset()  # compiled code of the run before would count against torch's limit for this one
     # overwrite: a run killed between its first best.pt and its first last.pt begins again
     run = start_run({**({"resume": True} if resuming else {**given, "overwrite": True}), "out_dir": str(folder)})
     folder.mkdir(parents=True, exist_ok=True)
@@ -877,6 +912,8 @@ def run_one(given, folder, description):
             write_json(folder / "probe-end.json", run.model.probe(*batch))
         except NotFinite:
             val_loss = math.nan
+    if run.compiled:
+        torch.compiler.reset()  # this run's code would count against torch's limit for the next one
     rows = read_log(folder / "log.csv")
     return {"learning_rate": run.o.learning_rate, "seed": run.o.seed, "parameters": run.model.num_params(),
             "start_loss": rows[0]["val_loss"], "val_loss": val_loss,
@@ -957,10 +994,12 @@ def compare(lists):
     out_dir = Path(lists.pop("out_dir", ["out"])[0])
     overwrite = lists.pop("overwrite", [False])[0]
     runs = plan(lists)
+    for o in {(o.data, o.tokenizer, o.block_size): o for o in map(resolve, runs.values())}.values():
+        load_splits(prepare_data.prepare(o.data, o.tokenizer, quiet=True), o)  # refuse now, not after hours
     out_dir.mkdir(parents=True, exist_ok=True)
     with lock(out_dir):
         begun = out_dir / "compare.json"
-        if begun.exists() and not overwrite and json.loads(begun.read_text()) != lists:
+        if begun.exists() and not overwrite and read_json(begun) != lists:
             raise UserError(f"{out_dir} holds another compare; give its options to go on with it, --overwrite to "
                             "replace it, or another --out_dir")
         if overwrite and begun.exists():
@@ -968,7 +1007,9 @@ def compare(lists):
                 (out_dir / name).unlink(missing_ok=True)
             shutil.rmtree(out_dir / "runs", ignore_errors=True)
         write_json(begun, lists)
-        results = read_results(out_dir / "results.csv")
+        results_csv = out_dir / "results.csv"
+        results = read_csv(results_csv, RESULT_COLUMNS, lambda column, text: RESULT_COLUMNS[column](text)) \
+            if results_csv.is_file() else []
         done = {(row["variant"], row["learning_rate"], row["seed"]) for row in results}
         try:
             for i, (key, given) in enumerate(tqdm(runs.items(), desc="all runs", unit="run", disable=None), 1):
@@ -976,7 +1017,7 @@ def compare(lists):
                     continue
                 description = f"{i}/{len(runs)} {key[0]}, lr {key[1]:g}, seed {key[2]}"
                 results.append({"variant": key[0], **run_one(given, run_folder(out_dir, key), description)})
-                write_csv(out_dir / "results.csv", RESULT_COLUMNS, results)
+                write_csv(results_csv, RESULT_COLUMNS, results)
         except Stopped as e:
             raise Stopped("stopped and saved; the same command goes on from here", e.code - 128) from None
     ordered = sorted(results, key=lambda row: list(runs).index((row["variant"], row["learning_rate"], row["seed"])))
@@ -1078,7 +1119,7 @@ def draw_compare(out_dir, summary, results):
         for when, probes in depth.items():
             files = [run / f"probe-{when}.json" for run in runs if (run / f"probe-{when}.json").is_file()]
             if files:
-                probes[row["variant"]] = json.loads(files[0].read_text())
+                probes[row["variant"]] = read_json(files[0])
     axes.set(xlabel="step", ylabel="validation loss (nats per token)", title="mean over seeds; band: lowest to highest")
     axes.legend()
     figure.savefig(out_dir / "loss.png")
@@ -1123,7 +1164,7 @@ def bench_run(given):
     """A Run on random tokens, which cost as much as real ones: bench measures the step, not the data."""
     o = resolve({"max_iters": 0, **given})
     vocab_size = 50257 if o.size in ("125M", "350M", "1.3B") else 65
-    noise = np.random.default_rng(o.seed).integers(vocab_size, size=10**6).astype(np.uint16)
+    noise = np.random.default_rng(o.seed).integers(vocab_size, size=10**6 + o.block_size).astype(np.uint16)
     model = GPT(model_config(o, vocab_size, vocab_multiple=64 if vocab_size > 65 else 1))
     run = Run(o, model.train(), None, {"train": prepare_data.TokenStream([noise])}, {})
     run.update()  # compiles, and makes the optimizer's state
@@ -1170,6 +1211,8 @@ def bench(lists):
     out_dir = Path(lists.pop("out_dir", ["out"])[0])
     turns = lists.pop("max_iters", [30])[0]
     plan_of = {"norm_mode": list(NORM_MODES), "compile": [None], **lists}
+    if turns < 1:
+        raise UserError("--max_iters 0 times nothing; give 1 or more")
     for name, values in plan_of.items():
         if len(values) > 1 and name not in ("norm_mode", "compile"):
             raise UserError(f"bench takes lists of norm_mode and compile alone; give one value of --{name}")
@@ -1227,9 +1270,12 @@ def main(argv=None):
         error = file_error(e, e.filename or "a file")
         message, code = str(error), error.code
     except (MemoryError, RuntimeError) as e:  # torch says "can't allocate memory" on a CPU, "out of memory" on a GPU
-        if not isinstance(e, MemoryError) and not re.search("out of memory|can't allocate memory", str(e)):
+        if isinstance(e, MemoryError) or re.search("out of memory|can't allocate memory", str(e)):
+            message, code = "out of memory; lower --batch_size, --block_size or the model's size", 1
+        elif type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            message, code = f"torch.compile failed ({str(e).splitlines()[0][:150]}); use --compile False", 1
+        else:
             raise
-        message, code = "out of memory; lower --batch_size, --block_size or the model's size", 1
     print(f"error: {message}", file=sys.stderr)
     return code
 
