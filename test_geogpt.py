@@ -1989,6 +1989,16 @@ def test_sample_needs_nothing_but_the_checkpoint(book, tmp_path, capsys, monkeyp
     assert "'X'" in capsys.readouterr().err
 
 
+def test_prompts_under_an_ascii_locale():
+    """With LC_ALL=C and PYTHONUTF8=0 an argument's bytes beyond ASCII arrive as surrogates."""
+    tokenizer = ByteTokenizer()
+    assert train.prompt_ids(tokenizer, "\udcc3\udca9").tolist() == [[0xC3, 0xA9]]  # é
+    assert train.prompt_ids(tokenizer, "é").tolist() == [[0xC3, 0xA9]]
+    for broken in ("\udcc3", "\ud800"):
+        with pytest.raises(UserError, match="no UTF-8"):
+            train.prompt_ids(tokenizer, broken)
+
+
 def test_best_is_the_lowest_not_the_latest(book, capsys):
     losses = iter([5.0, 3.0, 4.0, 2.0, 6.0])
     with pytest.MonkeyPatch.context() as patch:
@@ -2035,8 +2045,8 @@ def test_damaged_checkpoints(damage, words, book, capsys):
     "key, value",
     [
         ("optimizers", []), ("optimizers", [{}]), ("optimizers", None), ("pending", [1]), ("best_val", "low"),
-        ("scaler", 3), ("step", "two"), ("step", 1.5), ("options", {}), ("data", None), ("tokenizer", []), ("model_config", 5),
-        ("options.max_iters", "many"), ("options.learning_rate", None), ("options.beta2", 7), ("options.device", "gpu"),
+        ("scaler", 3), ("step", "two"), ("step", 1.5), ("options", {}), ("data", None), ("tokenizer", []),
+        ("model_config", 5), ("options.max_iters", "many"), ("options.learning_rate", None), ("options.beta2", 7), ("options.device", "gpu"),
         ("options.prompt", 5), ("options.seed", -1), ("options.new", 1),
     ],
 )  # fmt: skip

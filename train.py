@@ -681,6 +681,10 @@ def prompt_ids(tokenizer, prompt):
     """Token ids (1, n), n >= 1, of --prompt; an empty one is a line break, or token 0 where the alphabet has none."""
     if prompt.startswith("FILE:"):
         prompt = prepare_data.read_text(prompt.removeprefix("FILE:"))
+    try:  # under LC_ALL=C what is not ASCII arrives byte by byte, as surrogates
+        prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        raise UserError(f"--prompt {ascii(prompt)} is no UTF-8; give it as FILE:prompt.txt in that encoding") from None
     if not prompt:
         try:
             ids = tokenizer.encode("\n")
