@@ -2044,12 +2044,27 @@ def test_damaged_checkpoints(damage, words, book, capsys):
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("optimizers", []), ("optimizers", [{}]), ("optimizers", None), ("pending", [1]), ("best_val", "low"),
-        ("scaler", 3), ("step", "two"), ("step", 1.5), ("options", {}), ("data", None), ("tokenizer", []),
-        ("model_config", 5), ("options.max_iters", "many"), ("options.learning_rate", None), ("options.beta2", 7), ("options.device", "gpu"),
-        ("options.prompt", 5), ("options.seed", -1), ("options.new", 1),
+        ("optimizers", []),
+        ("optimizers", [{}]),
+        ("optimizers", None),
+        ("pending", [1]),
+        ("best_val", "low"),
+        ("scaler", 3),
+        ("step", "two"),
+        ("step", 1.5),
+        ("options", {}),
+        ("data", None),
+        ("tokenizer", []),
+        ("model_config", 5),
+        ("options.max_iters", "many"),
+        ("options.learning_rate", None),
+        ("options.beta2", 7),
+        ("options.device", "gpu"),
+        ("options.prompt", 5),
+        ("options.seed", -1),
+        ("options.new", 1),
     ],
-)  # fmt: skip
+)
 def test_a_resume_checks_what_it_reads(key, value, book, capsys):
     run_main(book)
     saved = checkpoint("out")
