@@ -1972,7 +1972,7 @@ def test_sample_needs_nothing_but_the_checkpoint(book, tmp_path, capsys, monkeyp
     book.unlink()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    speak = ["sample", f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=40"]
+    speak = ["sample", f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=40", "--num_samples=1"]
     texts = []
     (tmp_path / "prompt.txt").write_text("abc de", encoding="utf-8")
     for prompt in ("abc de", f"FILE:{tmp_path / 'prompt.txt'}", "abc de", "", "a", "abcd " * 20):

@@ -119,8 +119,8 @@ class Options:
     sample_interval: int = opt(0, "steps between samples printed on the way, 0 for none", 0, 10**9, resumable=True)
     # sampling
     prompt: str = opt("", "text to continue, or FILE:prompt.txt", resumable=True)
-    num_samples: int = opt(1, "texts to print; 0 for none", 0, 10**6, resumable=True)
-    max_new_tokens: int = opt(500, "length of each", 0, 10**7, resumable=True)
+    num_samples: int = opt(3, "texts to print; 0 for none", 0, 10**6, resumable=True)
+    max_new_tokens: int = opt(300, "length of each", 0, 10**7, resumable=True)
     temperature: float = opt(0.8, "0: greedy, 1: the model's own distribution", 0.0, 1e6, resumable=True)
     top_k: int = opt(200, "sample among the k likeliest tokens, 0 for all", 0, 10**9, resumable=True)
     top_p: float = opt(1.0, "and among the likeliest that reach this probability together", 0, 1, resumable=True)
@@ -851,8 +851,15 @@ def train(given):
         with Log(out_dir / "log.csv", before_step=run.step if o.resume else 0) as log:
             val_loss = fit(run, log)
     print(f"done: val loss {val_loss:.4f}, best {run.best_val:.4f}; python train.py sample --out_dir {o.out_dir}\n")
-    for text in speak(run.model, run.tokenizer, o):
+    print_samples(run.model, run.tokenizer, o)
+
+
+def print_samples(model, tokenizer, o):
+    """Print what `speak` yields, each text but the last with a line below."""
+    for i, text in enumerate(speak(model, tokenizer, o), 1):
         print(text)
+        if i < o.num_samples:
+            print("-" * 80)
 
 
 def sample(given):
@@ -861,10 +868,7 @@ def sample(given):
     folder = Path(o.out_dir)
     path = next((folder / name for name in ("best.pt", "last.pt") if (folder / name).exists()), folder / "best.pt")
     model, tokenizer = load_model(load_checkpoint(path), path)
-    for text in speak(model.to(pick_device(o.device)), tokenizer, o):
-        print(text)
-        if o.num_samples > 1:
-            print("-" * 80)
+    print_samples(model.to(pick_device(o.device)), tokenizer, o)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
