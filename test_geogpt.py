@@ -1920,6 +1920,20 @@ def test_not_finite_stops_the_run(poison, word, book, capsys, monkeypatch):
     assert saved["step"] == 2 and all(value.isfinite().all() for value in saved["model"].values())
 
 
+def test_weights_that_overflow_in_the_last_update_are_not_saved(book, capsys, monkeypatch):
+    update = train.Run.update
+
+    def overflowing(run):
+        update(run)
+        if run.step == 4:  # loss and gradient of this step were finite
+            run.model.wte.weight.data.fill_(math.inf)
+
+    monkeypatch.setattr(train.Run, "update", overflowing)
+    run_main(book, code=1)
+    assert "validation loss after 4 steps is not finite" in capsys.readouterr().err
+    assert checkpoint("out")["step"] == 2
+
+
 class FullDisk(io.BytesIO):
     """A file on a disk with room for 1000 bytes."""
 
