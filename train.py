@@ -648,8 +648,8 @@ def fit(run, log, description=None):
                 paused = time.perf_counter()
                 val_loss = run.estimate_loss()
                 if not math.isfinite(val_loss):  # the last update itself has overflowed
-                    raise NotFinite(f"the validation loss after {run.step} steps is not finite; the last good checkpoint "
-                                    "was left alone; lower --learning_rate", code=1)
+                    raise NotFinite(f"the validation loss after {run.step} steps is not finite; the last good "
+                                    "checkpoint was left alone; lower --learning_rate", code=1)
                 if val_loss < run.best_val:
                     run.best_val = val_loss
                     save(run, "best.pt")
