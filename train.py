@@ -1229,8 +1229,10 @@ def bench(lists):
             raise UserError(f"bench takes lists of norm_mode and compile alone; give one value of --{name}")
     # all modes at once are more models of one forward than torch.compile would keep the code of
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(NORM_MODES))
+    runs = plan(plan_of)
+    out_dir.mkdir(parents=True, exist_ok=True)
     rows = []
-    for given in plan(plan_of).values():
+    for given in runs.values():
         # a fresh process, which has no peak of its own yet
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             peak = pool.submit(peak_mb, given).result()
@@ -1253,7 +1255,6 @@ def bench(lists):
     print("".join(f"{column:>14}" for column in BENCH_COLUMNS))
     for row in report:
         print("".join(f"{row[column]!s:>14}" for column in BENCH_COLUMNS))
-    out_dir.mkdir(parents=True, exist_ok=True)
     write_csv(out_dir / "bench.csv", BENCH_COLUMNS, report)
 
 
