@@ -621,8 +621,8 @@ class Progress:
 
     def show(self, step, row, tokens_per_step):
         """Take up one row of log.csv; a row with an evaluation becomes a line."""
-        self.shown |= {"loss": row.get("loss", self.shown.get("loss", "-"))[:6],
-                       "val": row.get("val_loss", self.shown.get("val", "-"))[:6]}
+        for name, column in (("loss", "loss"), ("val", "val_loss")):
+            self.shown[name] = f"{float(row[column]):.4f}" if column in row else self.shown.get(name, "-")
         self.bar.set_postfix(self.shown | {"tok/s": f"{self.rate(step) * tokens_per_step:,.0f}"})
         if "val_loss" in row:
             left = (self.total - step) / self.rate(step) if step > self.first else 0
