@@ -1085,7 +1085,8 @@ def probe(given):
 # colour-blind readers can tell apart; the modes beyond its eight colours differ in their dashes.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#B8A800")
 STYLES = [(color, dash) for dash in ("-", "--", ":") for color in PALETTE]
-DEPTH_PICTURES = {"rms": "RMS of the stream", "grad_norm": "gradient norm of the sublayer", "angle": "angle turned"}
+DEPTH_PICTURES = {"rms": "RMS of the stream", "grad_norm": "gradient norm of the sublayer",
+                  "angle": "angle turned (radians)"}
 
 
 def style(name, names):
@@ -1158,6 +1159,9 @@ def draw_depth(out_dir, depth, prefix=""):
             positive = all(row[key] > 0 for rows in probes.values() for row in rows)
             axes.set(xlabel="sublayer (attention, MLP, attention, ...)", ylabel=label, title=f"{when} of training",
                      yscale="log" if positive and key != "angle" else "linear")
+            low, high = axes.get_ylim()
+            if key == "rms":  # a stream of constant size is a flat line, not a magnified rounding error
+                axes.set_ylim(min(low, 0.8), max(high, 1.25))
         panels[0][0].legend()
         figure.savefig(out_dir / f"{prefix}{key}.png")
         plt.close(figure)
