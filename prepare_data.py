@@ -1103,15 +1103,20 @@ def parse_args(argv):
     return options
 
 
+def escape_unprintable():
+    """A terminal that cannot show a character gets its escape, not a crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def stop(number, frame):
     raise KeyboardInterrupt(128 + number)
 
 
 def main(argv=None):
     """Run one command line; returns the exit code. Whatever the user can mend ends in one line on stderr."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets its escape, not a crash
-            stream.reconfigure(errors="backslashreplace")
+    escape_unprintable()
     signal.signal(signal.SIGTERM, stop)
     try:
         options = parse_args(argv)

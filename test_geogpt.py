@@ -2339,6 +2339,29 @@ def test_compare_replaces_only_what_is_its_own(book, capsys):
         assert train.main([*command, wrong, "--out_dir=new"]) == 2 and not Path("new").exists(), wrong
 
 
+def test_pictures_show_every_point(tmp_path, monkeypatch):
+    """Panels share an axis: no curve of either may run out of it, and a constant one is no magnified rounding."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+
+    def rows(*sizes):
+        return [{"rms": size, "grad_norm": size, "angle": size} for size in sizes]
+
+    train.draw_depth(
+        tmp_path, {"start": {"geo": rows(1.0, 1.0 + 1e-7)}, "end": {"geo": rows(1.0, 1.0), "pre": rows(2.0, 9.0)}}
+    )
+    figures = [plt.figure(number) for number in plt.get_fignums()]
+    monkeypatch.undo()
+    assert len(figures) == 3
+    for figure in figures:
+        for axes in figure.axes:
+            low, high = axes.get_ylim()
+            assert all(low < y < high for line in axes.lines for y in line.get_ydata())
+    low, high = figures[0].axes[0].get_ylim()
+    assert low <= 0.8 and high > 9
+    plt.close("all")
+
+
 def test_probe_command(book, capsys):
     run_main(book)
     before = Path("out/last.pt").read_bytes()

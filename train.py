@@ -728,7 +728,7 @@ def resumed_options(given, checkpoint, path):
     if "data" in given:
         given = given | {"data": absolute(given["data"])}
     for f in fields(Options):
-        if f.name not in given or f.name in ("resume",) or given[f.name] == getattr(o, f.name):
+        if f.name not in given or f.name == "resume" or given[f.name] == getattr(o, f.name):
             continue
         if not f.metadata["resumable"]:
             raise UserError(f"--{f.name} {given[f.name]} contradicts {path}, which has {getattr(o, f.name)}; leave it "
@@ -845,8 +845,7 @@ def train(given):
             for name in RUN_FILES:
                 (out_dir / name).unlink(missing_ok=True)
         about = {"options": asdict(o), "model": asdict(run.model.config), "parameters": run.model.num_params(),
-                 "data": run.data, "device": str(run.device), "dtype": run.dtype,
-                 "versions": versions()}
+                 "data": run.data, "device": str(run.device), "dtype": run.dtype, "versions": versions()}
         write_json(out_dir / "config.json", about)
         epochs = o.max_iters * run.tokens_per_step / len(run.tokens["train"])
         print(f"{o.norm_mode}, {run.model.num_params():,} parameters, on {run.device} in {run.dtype}; "
@@ -1159,9 +1158,11 @@ def draw_depth(out_dir, depth, prefix=""):
             positive = all(row[key] > 0 for rows in probes.values() for row in rows)
             axes.set(xlabel="sublayer (attention, MLP, attention, ...)", ylabel=label, title=f"{when} of training",
                      yscale="log" if positive and key != "angle" else "linear")
-            low, high = axes.get_ylim()
-            if key == "rms":  # a stream of constant size is a flat line, not a magnified rounding error
-                axes.set_ylim(min(low, 0.8), max(high, 1.25))
+        if key == "rms":  # a stream of constant size is a flat line, not a magnified rounding error
+            low, high = axes.get_ylim()  # of both panels: they share the axis
+            axes.set_ylim(min(low, 0.8), max(high, 1.25))
+            panels[0][0].yaxis.set_major_formatter("{x:g}")
+            panels[0][0].yaxis.set_minor_formatter("{x:g}")
         panels[0][0].legend()
         figure.savefig(out_dir / f"{prefix}{key}.png")
         plt.close(figure)
@@ -1267,9 +1268,7 @@ COMMANDS = {"train": train, "sample": sample, "compare": compare, "probe": probe
 
 def main(argv=None):
     """Run one command line; returns the exit code. Whatever the user can mend ends in one line on stderr."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets its escape, not a crash
-            stream.reconfigure(errors="backslashreplace")
+    prepare_data.escape_unprintable()
     signal.signal(signal.SIGTERM, raise_stopped)
     try:
         command, given = parse_args(sys.argv[1:] if argv is None else argv)
