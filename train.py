@@ -129,6 +129,7 @@ class Options:
     dtype: str = opt("auto", "of the matrix products; auto is bfloat16 on a cuda that has it, else float32",
                      choices=("auto", "float32", "bfloat16", "float16"))
     compile: bool = opt(None, "torch.compile: slow to start, faster after (default: on cuda only)", resumable=True)
+    profile: bool = opt(False, "bench: leave a trace of each mode in out_dir, and show its ten dearest operations")
 
 
 # The options that each command takes.
@@ -136,12 +137,20 @@ MODEL_OPTIONS = [f.name for f in fields(Options) if f.name in GPTConfig.__datacl
 SAMPLING_OPTIONS = ["prompt", "num_samples", "max_new_tokens", "temperature", "top_k", "top_p"]
 ONE_RUN_OPTIONS = ["init_from", "resume", "eval_only", "sample_interval", *SAMPLING_OPTIONS]
 COMMAND_OPTIONS = {
-    "train": [f.name for f in fields(Options)],
+    "train": [f.name for f in fields(Options) if f.name != "profile"],
     "sample": ["out_dir", *SAMPLING_OPTIONS, "seed", "device", "dtype"],
-    "compare": [f.name for f in fields(Options) if f.name not in ONE_RUN_OPTIONS],
+    "compare": [f.name for f in fields(Options) if f.name not in (*ONE_RUN_OPTIONS, "profile")],
     "probe": ["out_dir", "data", "tokenizer", "size", *MODEL_OPTIONS, "batch_size", "seed", "device"],
     "bench": ["out_dir", "size", *MODEL_OPTIONS, "optimizer", "max_iters", "batch_size", "gradient_accumulation_steps",
-              "seed", "device", "dtype", "compile"],
+              "seed", "device", "dtype", "compile", "profile"],
+}
+# Where an option means something else to a command, or has another default: its advice there.
+COMMAND_HELP = {
+    "probe": {"out_dir": "a run's folder (default: out); for a fresh model where to write (default: out-probe-MODE)"},
+    "bench": {"out_dir": "folder for bench.csv and bench_parts.csv (default: out)",
+              "norm_mode": "one or a list, as in pre,geo (default: all)",
+              "max_iters": "turns, each a step of every mode (default: 30)",
+              "compile": "one or both, as in False,True (default: on cuda only)"},
 }
 
 
@@ -198,8 +207,9 @@ def parse_args(argv):
             if isinstance(f.default, float) else f" (default: {f.default})"
         choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
         flag = {"nargs": "?", "const": "True"} if f.type is bool else {}  # a bare --resume is --resume True
+        text = COMMAND_HELP.get(command, {}).get(f.name, f.metadata["help"] + choices + default)
         parser.add_argument(f"--{f.name}", metavar=f.type.__name__, default=argparse.SUPPRESS, **flag,
-                            help=(f.metadata["help"] + choices + default).replace("%", "%%"))
+                            help=text.replace("%", "%%"))
     # --k v becomes --k=v, so that values such as -1e-3 or "- a list" are not taken for options
     joined = []
     for word in argv:
@@ -507,8 +517,11 @@ class Run:
         self.tokens_per_step = o.batch_size * o.gradient_accumulation_steps * o.block_size
         self.pending = []  # (step, loss, gradient norm) of updates not yet logged, as tensors on the device
 
-    def update(self):
-        """Exactly one update, from the batch of this step. Reads nothing back from the device."""
+    def update(self, done=lambda part: None):
+        """
+        Exactly one update, from the batch of this step. Reads nothing back from the device. done(part) is called after
+        each part of the step, "data", "forward", "backward" or "optimizer", for a bench that times them.
+        """
         o = self.o
         seed_step(o.seed, self.step)
         for optimizer in self.optimizers:
@@ -516,12 +529,15 @@ class Run:
                 group["lr"] = get_lr(self.step, o)
         loss_sum = 0.0
         x, y = (self.to_device(part) for part in get_batch(self.tokens["train"], self.step, o))
+        done("data")
         for x_micro, y_micro in zip(x.split(o.batch_size), y.split(o.batch_size)):
             with self.autocast:
                 _, loss = self.forward(x_micro, y_micro)
             loss = loss / o.gradient_accumulation_steps
+            done("forward")
             self.scaler.scale(loss).backward()
             loss_sum = loss_sum + loss.detach()
+            done("backward")
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), o.grad_clip or math.inf)
@@ -529,6 +545,7 @@ class Run:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
+        done("optimizer")
         self.pending.append((self.step, loss_sum, norm))
         self.step += 1
 
@@ -1174,6 +1191,8 @@ def draw_depth(out_dir, depth, prefix=""):
 # Speed
 
 BENCH_COLUMNS = ("norm_mode", "compile", "ms_per_step", "tokens_per_s", "ratio", "peak_mb")
+STEP_PARTS = ("data", "forward", "backward", "optimizer")
+PARTS_COLUMNS = ("norm_mode", "compile", *STEP_PARTS, "gflop_per_s", "generate_tokens_per_s")
 
 
 def bench_run(given):
@@ -1218,14 +1237,83 @@ def peak_mb(given):
     return (process_peak() - before) / 1e6
 
 
+def timed(device, action):
+    """Seconds that action() takes on the device."""
+    began = time.perf_counter()
+    action()
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def time_parts(run):
+    """Seconds that each of STEP_PARTS takes in one update: [...]. Waits for the device after each."""
+    seconds, last = dict.fromkeys(STEP_PARTS, 0.0), time.perf_counter()
+
+    def done(part):
+        nonlocal last
+        wait_for(run.device)
+        now = time.perf_counter()
+        seconds[part] += now - last
+        last = now
+    run.update(done)
+    return list(seconds.values())
+
+
+def measure(runs, turns):
+    """
+    Time the runs side by side, one after the other in each turn. Returns per run (seconds per step, seconds per part of
+    a step, seconds per generated token) as arrays (turns,), (turns, parts) and (a few).
+    """
+    steps, parts, tokens = ([[] for _ in runs] for _ in range(3))
+    for turn in tqdm(range(turns), desc="turns", disable=None):
+        for i, run in enumerate(runs):
+            steps[i].append(timed(run.device, run.update))
+            parts[i].append(time_parts(run))
+            if turn < 3:  # an eager forward per token, with any --compile: three tell enough
+                count = min(run.o.block_size, 200)
+                start = torch.zeros(1, 1, dtype=torch.long, device=run.device)
+                with run.autocast:
+                    tokens[i].append(timed(run.device, lambda: run.model.generate(start, count)) / count)
+    return [tuple(map(np.array, of_run)) for of_run in zip(steps, parts, tokens, strict=True)]
+
+
+def profile_steps(run, path, steps=3):
+    """Leave a trace of some updates at path, for chrome://tracing or Perfetto; print the ten dearest operations."""
+    activity = torch.profiler.ProfilerActivity
+    on_gpu = run.device.type == "cuda"
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA] if on_gpu else [activity.CPU]) as trace:
+        for _ in range(steps):
+            run.update()
+        wait_for(run.device)
+    trace.export_chrome_trace(str(path))
+
+    def own_time(operation):  # microseconds, without the operations that it calls
+        return operation.self_device_time_total if on_gpu else operation.self_cpu_time_total
+    operations = sorted(trace.key_averages(), key=own_time, reverse=True)
+    total = sum(map(own_time, operations)) or 1.0
+    print(f"\n{run.o.norm_mode}{', compiled' if run.compiled else ''}: the ten dearest operations; all in {path}")
+    for operation in operations[:10]:
+        print(f"{own_time(operation) / total:>7.1%}{operation.count / steps:>8.0f} calls a step   {operation.key[:80]}")
+
+
+def print_table(columns, rows):
+    """Rows as dictionaries, a column each as wide as its longest cell."""
+    cells = [columns, *([str(row[column]) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
+    print("\n" + "\n".join("".join(f"{cell:>{width}}" for cell, width in zip(line, widths)) for line in cells))
+
+
 def bench(lists):
     """
     Time a training step of every norm_mode side by side: one step of each in turn, --max_iters times (default 30), so
     that a machine that slows down hurts all alike. The ratio is the median over the turns of the time against pre's (or
-    the first mode's) in the same turn. Lists are welcome: --norm_mode pre,geo --compile False,True.
+    the first mode's) in the same turn. A second table says where the step goes (shares), what it computes (6 N +
+    attention FLOPs per token) and how fast one text is generated. Lists are welcome: --norm_mode pre,geo --compile
+    False,True.
     """
     out_dir = Path(lists.pop("out_dir", ["out"])[0])
     turns = lists.pop("max_iters", [30])[0]
+    profile = lists.pop("profile", [False])[0]
     plan_of = {"norm_mode": list(NORM_MODES), "compile": [None], **lists}
     if turns < 1:
         raise UserError("--max_iters 0 times nothing; give 1 or more")
@@ -1234,33 +1322,34 @@ def bench(lists):
             raise UserError(f"bench takes lists of norm_mode and compile alone; give one value of --{name}")
     # all modes at once are more models of one forward than torch.compile would keep the code of
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(NORM_MODES))
-    runs = plan(plan_of)
+    planned = plan(plan_of).values()
     out_dir.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for given in runs.values():
+    runs, peaks = [], []
+    for given in planned:
         # a fresh process, which has no peak of its own yet
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            peak = pool.submit(peak_mb, given).result()
-        rows.append({"run": bench_run(given), "peak": peak, "times": []})
-    for _ in tqdm(range(turns), desc="turns", disable=None):
-        for row in rows:
-            began = time.perf_counter()
-            row["run"].update()
-            wait_for(row["run"].device)
-            row["times"].append(time.perf_counter() - began)
+            peaks.append(pool.submit(peak_mb, given).result())
+        runs.append(bench_run(given))
+    measured = measure(runs, turns)
     report = []
-    for row in rows:
-        run, same = row["run"], [other for other in rows if other["run"].compiled == row["run"].compiled]
-        base = next((other for other in same if other["run"].o.norm_mode == "pre"), same[0])
-        ms = 1e3 * float(np.median(row["times"]))
-        ratio = float(np.median(np.divide(row["times"], base["times"])))
+    for run, peak, (steps, parts, tokens) in zip(runs, peaks, measured, strict=True):
+        same = [i for i, other in enumerate(runs) if other.compiled == run.compiled]
+        base = next((i for i in same if runs[i].o.norm_mode == "pre"), same[0])
+        ms = 1e3 * float(np.median(steps))
+        rate = run.tokens_per_step / ms * 1e3
+        shares = np.median(parts, axis=0) / np.median(parts, axis=0).sum()
         report.append({"norm_mode": run.o.norm_mode, "compile": run.compiled, "ms_per_step": f"{ms:.3f}",
-                       "tokens_per_s": f"{run.tokens_per_step / ms * 1e3:.0f}", "ratio": f"{ratio:.3f}",
-                       "peak_mb": f"{row['peak']:.1f}"})
-    print("".join(f"{column:>14}" for column in BENCH_COLUMNS))
-    for row in report:
-        print("".join(f"{row[column]!s:>14}" for column in BENCH_COLUMNS))
-    write_csv(out_dir / "bench.csv", BENCH_COLUMNS, report)
+                       "tokens_per_s": f"{rate:.0f}", "ratio": f"{np.median(steps / measured[base][0]):.3f}",
+                       "peak_mb": f"{peak:.1f}",
+                       **{part: f"{share:.3f}" for part, share in zip(STEP_PARTS, shares, strict=True)},
+                       "gflop_per_s": f"{run.model.flops_per_token() * rate / 1e9:.1f}",
+                       "generate_tokens_per_s": f"{1 / np.median(tokens):.0f}"})
+    for name, columns in (("bench.csv", BENCH_COLUMNS), ("bench_parts.csv", PARTS_COLUMNS)):
+        print_table(columns, report)
+        write_csv(out_dir / name, columns, report)
+    if profile:
+        for run in runs:
+            profile_steps(run, out_dir / f"trace-{run.o.norm_mode}{'-compiled' if run.compiled else ''}.json")
 
 
 COMMANDS = {"train": train, "sample": sample, "compare": compare, "probe": probe, "bench": bench}
