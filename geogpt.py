@@ -37,14 +37,27 @@ NORM_EPS = 1e-6  # under the root of every RMSNorm
 # ----------------------------------------------------------------------------------------------------------------------
 # GeoNorm's step: the exponential map of the sphere
 
+def dot(x, y):
+    """Inner product <x,y> over the last axis, which is kept: (..., C), (..., C) -> (..., 1). No matmul: autocast would
+    round that to bf16."""
+    return (x * y).sum(-1, keepdim=True)
+
+
+def squared_norm(x):
+    """|x|^2 = <x,x> likewise: (..., C) -> (..., 1). torch's norm reads x once and writes no product down."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+
+
 def project(x, g):
-    """P_x g = g - (<x,g>/<x,x>) x, the part of g tangent to the sphere at x. x, g: (..., C); returns (P_x g, <x,x>)."""
-    g = g.to(x.dtype)  # under autocast F returns bf16; the stream and all of this stay fp32
+    """
+    P_x g = g - rho x, rho = <x,g>/<x,x>: the part of g tangent to the sphere at x. x, g: (..., C) of one dtype. Returns
+    (P_x g, rho, <x,x>), the last two (..., 1).
+    """
     # r^2 is measured: with the constant C, rounding of |x| can grow from layer to layer. The clamp is for x = 0, which
     # dropout can leave of a narrow embedding.
-    rr = (x * x).sum(-1, keepdim=True).clamp(min=1e-12)  # (..., 1), like all that is one number per token
-    rho = (x * g).sum(-1, keepdim=True) / rr
-    return g - rho * x, rr
+    rr = squared_norm(x).clamp(min=1e-12)
+    rho = dot(x, g) / rr
+    return torch.addcmul(g, -rho, x), rho, rr
 
 
 def exp_map(x, g, eta=1.0, max_angle=math.pi / 4):
@@ -71,11 +84,41 @@ def exp_map(x, g, eta=1.0, max_angle=math.pi / 4):
       they share a direction (|x| ~ j) beside independent parts. Up to a constant (a block makes two writes) these are
       the sqrt and the harmonic schedule: geo has to be told what Pre-Norm does unasked.
     """
-    p, rr = project(x, g)
-    # |p|^2 from |g|^2 - rho^2 |x|^2 would save a pass, but lose all digits where rho is large
-    t = ((p * p).sum(-1, keepdim=True) / rr + 1e-12).sqrt()  # a root of exactly 0 would have no finite slope
-    th = (eta * t).clamp(max=max_angle) if max_angle else eta * t
-    return th.cos() * x + th.sin() / t * p
+    return ExpMap.apply(x, g.to(x.dtype), eta, max_angle)  # under autocast F returns bf16; the stream stays fp32
+
+
+class ExpMap(torch.autograd.Function):
+    """
+    exp_map, with its gradient in closed form: on a CPU autograd's own takes about twice as long.
+
+    x' = a x + b p with p = P_x g, and a = cos th, b = sin th / t depend on t = |p|/|x| alone. Let h = dLoss/dx'. The
+    loss feels p directly and through t: q = dLoss/dp = b h + c p. P_x is symmetric, so g gets P_x q = q - k x. And x
+    gets a h, -c t^2 x for the |x| in t, and, since p = g - rho x, -rho P_x q - k p.
+    """
+
+    @staticmethod
+    def forward(ctx, x, g, eta, max_angle):
+        p, rho, rr = project(x, g)
+        # |p|^2 from |g|^2 - rho^2 |x|^2 would save a pass, but lose all digits where rho is large
+        t = (squared_norm(p) / rr + 1e-12).sqrt()  # not 0, so that sin(th)/t is a number
+        th = (eta * t).clamp(max=max_angle) if max_angle else eta * t
+        ctx.save_for_backward(x, p, rho, rr, t, th)
+        ctx.eta, ctx.max_angle = eta, max_angle
+        return (th.cos() * x).addcmul_(th.sin() / t, p)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, h):
+        x, p, rho, rr, t, th = ctx.saved_tensors
+        a, b = th.cos(), th.sin() / t
+        dth = ctx.eta * (th < ctx.max_angle) if ctx.max_angle else ctx.eta  # slope of th(t): none at the clamp
+        da, db = -th.sin() * dth, (a * dth - b) / t  # slopes of a(t) and b(t)
+        hx = dot(h, x)
+        c = (da * hx + db * dot(h, p)) / (rr * t)
+        k = b * hx / rr  # <q,x>/<x,x>, for p has no part along x
+        grad_g = (b * h).addcmul_(c, p).addcmul_(-k, x)
+        grad_x = (a * h).addcmul_(-rho, grad_g).addcmul_(-k, p).addcmul_(-c * t * t, x)
+        return grad_x, grad_g, None, None
 
 
 # eta_k / alpha for block k = 1..L (the paper's Figure 4). The paper writes linear as (T - k)/T; counted from k = 1 that
@@ -91,6 +134,25 @@ GEO_DECAYS = {
 # ----------------------------------------------------------------------------------------------------------------------
 # Residual updates: the norm modes
 
+class RMSNormFunction(torch.autograd.Function):
+    """n w with n = x / RMS(x), as torch's rms_norm. On a CPU the latter leaves its gradient to autograd, which takes
+    half as long again."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        r = (squared_norm(x) / x.size(-1) + NORM_EPS).rsqrt()  # 1 / RMS(x)
+        ctx.save_for_backward(x, r, w)
+        return (x * r).mul_(w)  # in place: fresh memory is what costs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, h):
+        x, r, w = ctx.saved_tensors
+        hn = (h * x).mul_(r)
+        mean = dot(hn, w) / x.size(-1)  # of h w n
+        return (h * w).addcmul_(-mean * r, x).mul_(r), hn.flatten(0, -2).sum(0)
+
+
 class RMSNorm(nn.Module):
     """x / RMS(x) * gain over the last axis, gain starting at 1 (arXiv 1910.07467). Any shape (..., dim), same out."""
 
@@ -99,8 +161,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        x = x.to(self.weight.dtype)  # bf16 from a sublayer under autocast: norms work in fp32
-        return rms_norm(x, self.weight.shape, self.weight, NORM_EPS)
+        # bf16 from a sublayer under autocast: norms work in fp32
+        return RMSNormFunction.apply(x.to(self.weight.dtype), self.weight)
 
 
 NORM_MODES = {}  # name -> subclass of Residual; what --norm_mode can be
@@ -224,27 +286,31 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.cache = None  # a KVCache while GPT.generate runs, else None
         # Position p turns the i-th pair of a head's coordinates by the angle p * 10000^(-2i/hs), so that the product of
-        # a query and a key depends on their distance alone. Pairs are (i, i + hs/2).
+        # a query and a key depends on their distance alone.
         hs = config.n_embd // config.n_head
         freqs = 10000.0 ** (-torch.arange(0, hs, 2) / hs)  # (hs/2)
-        angles = torch.outer(torch.arange(config.block_size), freqs)  # (block_size, hs/2)
-        self.register_buffer("cos", torch.cat((angles.cos(), angles.cos()), -1), persistent=False)  # (block_size, hs)
-        self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), -1), persistent=False)
+        angles = torch.outer(torch.arange(config.block_size), freqs)
+        turns = torch.stack((angles.cos(), angles.sin()), -1)
+        self.register_buffer("turns", turns, persistent=False)  # (block_size, hs/2, 2)
 
     def rotate(self, x, start):
-        """Rotary positions start, start + 1, ... for x: (B, heads, T, hs) -> the same shape and dtype."""
-        T, hs = x.shape[-2:]
-        cos, sin = self.cos[start:start + T], self.sin[start:start + T]  # (T, hs)
-        # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); rolling by half a head swaps x1 and x2, the signs are in `sin`
-        return torch.addcmul(x * cos, x.roll(hs // 2, dims=-1), sin).to(x.dtype)
+        """Rotary positions start, start + 1, ... for x: (B, T, heads, hs) -> the same shape and dtype."""
+        turns = self.turns[start:start + x.size(1), None]  # (T, 1, hs/2, 2)
+        pairs = x.to(turns.dtype).unflatten(-1, (-1, 2))  # (B, T, heads, hs/2, 2)
+        if torch.compiler.is_compiling():  # it can fuse this, but not complex numbers
+            (re, im), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+            pairs = torch.stack((re * cos - im * sin, re * sin + im * cos), -1)
+        else:  # the same as one product of complex numbers: one pass over memory instead of seven
+            pairs = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
+        return pairs.flatten(-2).to(x.dtype)
 
     def forward(self, x):
         B, T, C = x.shape
         nh, hs = self.n_head, C // self.n_head
         past = self.cache.length if self.cache is not None else 0  # tokens already in the cache; if any, T is 1
-        heads = self.c_attn(x).view(B, T, 3 * nh, hs).transpose(1, 2)  # (B, 3 nh, T, hs)
-        qk, v = heads.split((2 * nh, nh), dim=1)
-        q, k = self.rotate(qk, past).chunk(2, dim=1)  # each (B, nh, T, hs)
+        qk, v = self.c_attn(x).view(B, T, 3 * nh, hs).split((2 * nh, nh), dim=2)
+        q, k = self.rotate(qk, past).chunk(2, dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # each (B, nh, T, hs)
         if self.cache is not None:
             k, v = self.cache.append(k, v)  # (B, nh, past + T, hs)
         y = scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=past == 0)
@@ -630,4 +696,4 @@ class Orthogonal(Pre):
     """Orthogonal residual update (arXiv 2505.11881): Pre-Norm without the part of the write that lies along x."""
 
     def forward(self, x):
-        return x + project(x, self.F(self.N(x)))[0]
+        return x + project(x, self.F(self.N(x)).to(x.dtype))[0]
