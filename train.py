@@ -642,9 +642,11 @@ class Progress:
             self.shown[name] = f"{float(row[column]):.4f}" if column in row else self.shown.get(name, "-")
         self.bar.set_postfix(self.shown | {"tok/s": f"{self.rate(step) * tokens_per_step:,.0f}"})
         if "val_loss" in row:
-            left = (self.total - step) / self.rate(step) if step > self.first else 0
-            say(f"{self.name}step {step:>6}: loss {self.shown['loss']}, val {self.shown['val']}, "
-                f"{self.rate(step) * tokens_per_step:,.0f} tokens/s, {tqdm.format_interval(left)} left")
+            line = f"{self.name}step {step:>6}: loss {self.shown['loss']}, val {self.shown['val']}"
+            if step > self.first:  # there is a speed to speak of
+                left = tqdm.format_interval((self.total - step) / self.rate(step))
+                line += f", {self.rate(step) * tokens_per_step:,.0f} tokens/s, {left} left"
+            say(line)
 
 
 def fit(run, log, description=None):
@@ -679,7 +681,8 @@ def fit(run, log, description=None):
                 row |= {"loss": f"{np.mean([loss for _, loss, _ in losses]):.6f}",
                         "lr": f"{get_lr(run.step - 1, o):.6g}",
                         "grad_norm": f"{np.mean([norm for _, _, norm in losses]):.6f}",
-                        "tokens_per_s": f"{progress.rate(run.step) * run.tokens_per_step:.0f}"}
+                        "tokens_per_s": f"{progress.rate(run.step) * run.tokens_per_step:.0f}"
+                        if run.step > progress.first else ""}
             if row:
                 log.add(step=run.step, **row)
                 progress.show(run.step, row, run.tokens_per_step)
