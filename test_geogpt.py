@@ -2421,6 +2421,41 @@ def test_bench_measures_every_mode_against_pre(book, capsys):
     for row in rows:  # 2 x 8 tokens a step
         assert float(row[3]) == pytest.approx(16e3 / float(row[2]), rel=0.01) and row[5] == "1.5"
     assert train.process_peak() > 10e6
+    # where the step goes: shares of one whole, and 6 FLOPs per weight and 12 L C T for attention on each token
+    header, *parts = (line.split(",") for line in Path("out/bench_parts.csv").read_text().splitlines())
+    assert header[2:6] == ["data", "forward", "backward", "optimizer"] and len(parts) == len(rows)
+    for part, row in zip(parts, rows, strict=True):
+        assert sum(map(float, part[2:6])) == pytest.approx(1.0, abs=0.003) and float(part[7]) > 0
+    pre = 65 * 16 + 4 * (12 * 16 * 16 + 2 * 16) + 16  # embedding and head in one, blocks with two gains, final gain
+    flops = (6 * pre + 12 * 4 * 16 * 8) * float(rows[MODES.index("pre")][3])
+    assert float(parts[MODES.index("pre")][6]) == pytest.approx(flops / 1e9, abs=0.051)
+
+
+def test_bench_profile_leaves_a_trace(capsys):
+    small = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=8 --batch_size=2 --device=cpu --max_iters=1".split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "peak_mb", lambda given: 1.5)
+        patch.setattr(train, "ProcessPoolExecutor", InProcess)
+        assert train.main(["bench", "--norm_mode=geo", "--profile", *small]) == 0
+    table = capsys.readouterr().out.partition("ten dearest operations")[2].splitlines()[1:]
+    assert len(table) == 10
+    events = json.loads(Path("out/trace-geo.json").read_text())["traceEvents"]
+    # three steps, each with four products forward and eight backward in the block, and one and two at the head
+    assert sum(event["name"] == "aten::mm" for event in events) == 3 * 15
+
+
+def test_timing_the_parts_changes_no_update(book):
+    """An update that is timed part by part equals one that is not, bit for bit, and meets the parts in order."""
+    given = {"data": str(book), "eval_only": True, "device": "cpu", "dropout": 0.1, "gradient_accumulation_steps": 2}
+    given |= {"n_layer": 1, "n_embd": 16, "block_size": 8, "batch_size": 2}
+    plain, watched = train.start_run(dict(given)), train.start_run(dict(given))
+    plain.model.train(), watched.model.train()
+    met = []
+    plain.update()
+    watched.update(met.append)
+    assert met == ["data", "forward", "backward", "forward", "backward", "optimizer"]
+    for p, q in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 class InProcess:
