@@ -2368,7 +2368,7 @@ def test_pictures_show_every_point(tmp_path, monkeypatch):
         return [{"rms": size, "grad_norm": size, "angle": size} for size in sizes]
 
     train.draw_depth(
-        tmp_path, {"start": {"geo": rows(1.0, 1.0 + 1e-7)}, "end": {"geo": rows(1.0, 1.0), "pre": rows(2.0, 9.0)}}
+        plt, tmp_path, {"start": {"geo": rows(1.0, 1.0 + 1e-7)}, "end": {"geo": rows(1.0, 1.0), "pre": rows(2.0, 9.0)}}
     )
     figures = [plt.figure(number) for number in plt.get_fignums()]
     monkeypatch.undo()

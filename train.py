@@ -1085,16 +1085,18 @@ def probe(given):
     else:
         run = start_run({**given, "resume": True})
         out_dir = Path(run.o.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
     rows = run.model.probe(*probe_batch(run))
     columns = list(rows[0])
     print(f"{run.o.norm_mode}, {'before training' if fresh else f'after {run.step} steps'}, {run.o.data}")
     print("".join(f"{column:>12}" for column in columns))
     for row in rows:
         print("".join(f"{value:>12}" if isinstance(value, str) else f"{value:>12.4g}" for value in row.values()))
-    out_dir.mkdir(parents=True, exist_ok=True)
     write_csv(out_dir / "probe.csv", columns, rows)
-    when = "start" if fresh else "end"
-    draw_depth(out_dir, {when: {run.o.norm_mode: rows}}, prefix="probe-")
+    plt = pyplot()
+    if plt:
+        when = "start" if fresh else "end"
+        print("pictures:", *draw_depth(plt, out_dir, {when: {run.o.norm_mode: rows}}, prefix="probe-"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1155,17 +1157,17 @@ def draw_compare(out_dir, summary, results):
     axes.legend()
     figure.savefig(out_dir / "loss.png")
     plt.close(figure)
-    print(f"pictures: {out_dir / 'loss.png'}", end="")
-    draw_depth(out_dir, depth)
+    print("pictures:", out_dir / "loss.png", *draw_depth(plt, out_dir, depth))
 
 
-def draw_depth(out_dir, depth, prefix=""):
-    """Draw rms, grad_norm and angle by sublayer. depth: {"start" or "end": {curve's name: rows of GPT.probe}}. A
-    compare shows its first seed."""
-    plt = pyplot()
-    if plt is None:
-        return
+def draw_depth(plt, out_dir, depth, prefix=""):
+    """
+    Draw rms, grad_norm and angle by sublayer; returns the paths. depth: {"start" or "end": {curve's name: rows of
+    GPT.probe}}. A compare shows its first seed.
+    """
     names = list(dict.fromkeys(name for probes in depth.values() for name in probes))
+    widths = dict(zip(names, np.linspace(3.5, 1.2, len(names))))  # a later curve leaves the one below it in sight
+    paths = []
     for key, label in DEPTH_PICTURES.items():
         figure, panels = plt.subplots(1, len(depth), figsize=(5.5 * len(depth), 4), layout="constrained", squeeze=False,
                                       sharey=key != "grad_norm")
@@ -1173,7 +1175,7 @@ def draw_depth(out_dir, depth, prefix=""):
             for name, rows in probes.items():
                 color, dash = style(name, names)
                 axes.plot(range(1, len(rows) + 1), [row[key] for row in rows], dash, color=color, marker=".",
-                          label=name)
+                          linewidth=widths[name], label=name)
             # an untied head starts at zero, and so do the gradients below it: a log axis could not show them
             positive = all(row[key] > 0 for rows in probes.values() for row in rows)
             axes.set(xlabel="sublayer (attention, MLP, attention, ...)", ylabel=label, title=f"{when} of training",
@@ -1184,10 +1186,10 @@ def draw_depth(out_dir, depth, prefix=""):
             panels[0][0].yaxis.set_major_formatter("{x:g}")
             panels[0][0].yaxis.set_minor_formatter("{x:g}")
         panels[0][0].legend()
-        figure.savefig(out_dir / f"{prefix}{key}.png")
+        paths.append(out_dir / f"{prefix}{key}.png")
+        figure.savefig(paths[-1])
         plt.close(figure)
-        print(f" {out_dir / f'{prefix}{key}.png'}", end="")
-    print()
+    return paths
 
 
 # ----------------------------------------------------------------------------------------------------------------------
