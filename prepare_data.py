@@ -34,6 +34,7 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import sys
 import sysconfig
 import time
@@ -511,8 +512,9 @@ def download(url, path, size=None, sha256=None):
         reason, remedy = "", "run the same command again to go on where it stopped"
         for attempt in range(RETRIES + 1):
             if attempt:
-                print(f"{url}: {reason}; trying again", file=sys.stderr)
-                time.sleep(min(BACKOFF * 2 ** (attempt - 1), 60))
+                wait = min(BACKOFF * 2 ** (attempt - 1), 60)
+                print(f"{url}: {reason}; try {attempt} of {RETRIES} more in {wait:.0f} s", file=sys.stderr)
+                time.sleep(wait)
             try:
                 stated = fetch(url, part, size)
             except urllib.error.HTTPError as e:
@@ -523,7 +525,11 @@ def download(url, path, size=None, sha256=None):
             except (OSError, http.client.HTTPException) as e:  # cut, stalled, unreachable
                 if getattr(e, "errno", None) in DISK_ERRORS:
                     raise
-                reason = str(getattr(e, "reason", e)) or type(e).__name__
+                cause = getattr(e, "reason", e)
+                reason = str(cause) or type(e).__name__
+                if isinstance(cause, socket.gaierror) and attempt >= 2:  # no such name: most likely there is no network
+                    remedy = "is there a network? With one, run the same command again"
+                    break
             else:
                 found, expected = sha256_of(part), sha256 or stated
                 if expected in (None, found):

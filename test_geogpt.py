@@ -17,9 +17,11 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 from concurrent.futures import Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -1435,6 +1437,20 @@ def test_data_a_cut_line_is_not_started_over(tmp_path, server):
     prepare_data.download(f"{server.url}cut-x", tmp_path / "file.bin")
     starts = [int(asked[6:-1]) for _, asked in server.requests[1:]]
     assert starts == [2560, 3840, 4480, 4880]
+
+
+def test_data_downloads_give_up_soon_without_a_network(tmp_path, monkeypatch):
+    tries = []
+
+    def fetch(*args):
+        tries.append(args)
+        raise urllib.error.URLError(socket.gaierror(-2, "Name or service not known"))
+
+    monkeypatch.setattr(prepare_data, "fetch", fetch)
+    monkeypatch.setattr(prepare_data, "BACKOFF", 0.0)
+    with pytest.raises(UserError, match="is there a network") as e:
+        prepare_data.download("http://nowhere.invalid/x", tmp_path / "x")
+    assert len(tries) == 3 and e.value.code == 1 and not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
