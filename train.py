@@ -1145,6 +1145,7 @@ def draw_compare(out_dir, summary, results):
         curves = [{line["step"]: line["val_loss"] for line in read_log(run / "log.csv") if line["val_loss"] is not None}
                   for run in runs]
         steps = sorted(set.intersection(*map(set, curves)))
+        steps = steps[1:] if len(steps) > 2 else steps  # beside the loss at the start all that matters looks flat
         losses = np.array([[curve[step] for step in steps] for curve in curves])  # (runs, evaluations)
         color, dash = style(row["variant"], names)
         axes.plot(steps, losses.mean(0), dash, color=color, label=row["variant"])
@@ -1180,11 +1181,12 @@ def draw_depth(plt, out_dir, depth, prefix=""):
             positive = all(row[key] > 0 for rows in probes.values() for row in rows)
             axes.set(xlabel="sublayer (attention, MLP, attention, ...)", ylabel=label, title=f"{when} of training",
                      yscale="log" if positive and key != "angle" else "linear")
+            if axes.get_yscale() == "log":
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("{x:g}")
         if key == "rms":  # a stream of constant size is a flat line, not a magnified rounding error
             low, high = axes.get_ylim()  # of both panels: they share the axis
             axes.set_ylim(min(low, 0.8), max(high, 1.25))
-            panels[0][0].yaxis.set_major_formatter("{x:g}")
-            panels[0][0].yaxis.set_minor_formatter("{x:g}")
         panels[0][0].legend()
         paths.append(out_dir / f"{prefix}{key}.png")
         figure.savefig(paths[-1])
