@@ -16,6 +16,11 @@ A run leaves in out_dir: last.pt (all that a resume needs), best.pt (the weights
 log.csv (one row per log_interval and evaluation) and config.json (what was run, with which versions).
 Exit codes: 0 done; 1 the run failed (loss not finite, disk full); 2 the input was wrong; 130, 143 stopped by a signal.
 """
+import signal
+
+if __name__ == "__main__":  # importing torch takes seconds: a Ctrl-C meanwhile ends the program without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import csv
 import io
@@ -27,7 +32,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import sys
 import time
 import zlib
@@ -1365,6 +1369,7 @@ COMMANDS = {"train": train, "sample": sample, "compare": compare, "probe": probe
 def main(argv=None):
     """Run one command line; returns the exit code. Whatever the user can mend ends in one line on stderr."""
     prepare_data.escape_unprintable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, raise_stopped)
     try:
         command, given = parse_args(sys.argv[1:] if argv is None else argv)
