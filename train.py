@@ -1187,7 +1187,8 @@ def draw_depth(plt, out_dir, depth, prefix=""):
                      yscale="log" if positive and key != "angle" else "linear")
             if axes.get_yscale() == "log":
                 axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter("{x:g}")
+                low, high = axes.get_ylim()  # over many decades there is no room for numbers in between
+                axes.yaxis.set_minor_formatter("{x:g}" if high < 30 * low else "")
         if key == "rms":  # a stream of constant size is a flat line, not a magnified rounding error
             low, high = axes.get_ylim()  # of both panels: they share the axis
             axes.set_ylim(min(low, 0.8), max(high, 1.25))
